@@ -1,0 +1,139 @@
+"""Who takes part: the code, the hosts of a generation, and the groups that protect each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from jaxft.errors import ConfigError
+
+DATA_MAX = 16
+PARITY_MAX = 4
+
+
+class Code(msgspec.Struct, frozen=True, kw_only=True):
+    """An erasure code: `data` fragments and `parity` more; any `parity` of them may be lost.
+
+    Args:
+        data: data fragments a stripe, 1 to 16.
+        parity: parity fragments a stripe, 0 to 4. Zero protects against the loss of a process only.
+
+    Raises:
+        ConfigError: out of range.
+    """
+
+    data: int = 3
+    parity: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.data <= DATA_MAX:
+            raise ConfigError(f"code {self}: data must be 1 to {DATA_MAX}, found {self.data}")
+        if not 0 <= self.parity <= PARITY_MAX:
+            raise ConfigError(f"code {self}: parity must be 0 to {PARITY_MAX}, found {self.parity}")
+
+    @classmethod
+    def parse(cls, text: str) -> Code:
+        """Reads "K+M", for example "3+1"."""
+        data, plus, parity = text.partition("+")
+        if not (plus and data.strip().isdigit() and parity.strip().isdigit()):
+            raise ConfigError(f'code "{text}" is not of the form K+M, for example 3+1')
+        return cls(data=int(data), parity=int(parity))
+
+    @property
+    def hosts(self) -> int:
+        """How many hosts a full group has."""
+        return self.data + self.parity
+
+    def __str__(self) -> str:
+        return f"{self.data}+{self.parity}"
+
+
+class Group(msgspec.Struct, frozen=True):
+    """Hosts (indices into the world's hosts, ascending) that protect each other.
+
+    Losing any `parity` of them is survived. `parity` is less than the code's where the group is
+    too small for it.
+    """
+
+    hosts: tuple[int, ...]
+    parity: int
+
+    @property
+    def data(self) -> int:
+        return len(self.hosts) - self.parity
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One host of a generation.
+
+    `agent` is random for each start of the agent, `arena` for each piece of new memory: a changed
+    `arena` is a lost host. `address` is where its SMP answers peers. `ranks` may be 0: a host that
+    only lends what its memory holds.
+    """
+
+    host: str
+    agent: str
+    arena: str
+    address: str
+    ranks: int = 1
+    domain: str = ""
+
+
+class Generation(msgspec.Struct, frozen=True, kw_only=True):
+    """One incarnation of the world; written once, by one transaction.
+
+    `hosts` are in rank order: the first one's SMP is the root and its first rank is process 0.
+    `holders` have memory of earlier generations and no ranks. `fresh` ignores all earlier memory.
+    """
+
+    job: str
+    number: int
+    nonce: str
+    hosts: tuple[Member, ...]
+    groups: tuple[Group, ...]
+    code: Code
+    coordinator: str = ""
+    holders: tuple[Member, ...] = ()
+    fresh: bool = False
+    reason: str = ""
+
+    @property
+    def rank_count(self) -> int:
+        return sum(member.ranks for member in self.hosts)
+
+    def first_rank(self, index: int) -> int:
+        """The `jax.process_index()` of the first rank on the host with this index."""
+        return sum(member.ranks for member in self.hosts[:index])
+
+    def index_of(self, host: str) -> int | None:
+        """The place of the host with this name, or None if it is not in the world."""
+        for index, member in enumerate(self.hosts):
+            if member.host == host:
+                return index
+        return None
+
+    def group_of(self, index: int) -> Group:
+        return next(group for group in self.groups if index in group.hosts)
+
+
+class World(msgspec.Struct, frozen=True):
+    """What a share must remember of the generation that made it: who protected whom.
+
+    `hosts` are the host names by index.
+    """
+
+    hosts: tuple[str, ...]
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def of(cls, generation: Generation) -> World:
+        return cls(tuple(member.host for member in generation.hosts), generation.groups)
+
+    def group_of(self, index: int) -> Group:
+        return next(group for group in self.groups if index in group.hosts)
+
+
+def encode(value: Any) -> bytes:
+    """The one encoding of all values of this package: MessagePack of typed structs, never pickle."""
+    return msgspec.msgpack.encode(value)
