@@ -10,6 +10,8 @@
     ├── CodecError               a code that is not supported, or blocks that do not fit it
     ├── WireError                a peer or a local channel broke, or sent what it must not send
     │   ├── PeerUnreachable      no answer within the deadline
+    │   ├── ChannelClosed        the other process of a local channel is gone
+    │   ├── ReadCancelled        a read was ended by whoever asked for it
     │   └── ProtocolError        a message that does not belong to this protocol or generation
     ├── ChunkDamaged             bytes read do not have the checksum they were written with
     ├── SnapshotError            a snapshot was not taken, or not protected
@@ -67,6 +69,14 @@ class WireError(JaxftError):
 
 class PeerUnreachable(WireError):
     """No answer within the deadline."""
+
+
+class ChannelClosed(WireError):
+    """The other process of a local channel is gone."""
+
+
+class ReadCancelled(WireError):
+    """A read was ended by whoever asked for it."""
 
 
 class ProtocolError(WireError):

@@ -135,5 +135,5 @@ class World(msgspec.Struct, frozen=True):
 
 
 def encode(value: Any) -> bytes:
-    """The one encoding of all values of this package: MessagePack of typed structs, never pickle."""
+    """The one encoding of all values here: MessagePack of typed structs, never pickle."""
     return msgspec.msgpack.encode(value)

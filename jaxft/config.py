@@ -1,0 +1,121 @@
+"""Options, checked when they are made, and the only reader of environment variables.
+
+Variables that the agent sets for a rank (and for nobody else to set):
+
+    JAXFT_JOB, JAXFT_HOST      names
+    JAXFT_GENERATION, JAXFT_NONCE   the incarnation of the world the rank belongs to
+    JAXFT_RANK, JAXFT_RANKS    its jax.process_index(), and how many there are
+    JAXFT_COORDINATOR          where jax.distributed meets
+    JAXFT_SMP                  the Unix socket of the host's snapshot process
+
+Variables for people:
+
+    JAXFT_RUN_DIR              where sockets, locks and logs live (default: below XDG_RUNTIME_DIR,
+                               else the temporary directory, private to the user)
+    JAXFT_EVENTS               directory of the event log
+    JAXFT_FAULTS               faults on purpose, see `faults`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from jaxft.errors import ConfigError
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+def check_name(what: str, name: str) -> str:
+    """Job and host names become file names: letters, digits, dot, dash, underscore."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(
+            f'{what} "{name}" must be 1 to 63 letters, digits, ".", "-" or "_" and begin with a '
+            "letter or digit"
+        )
+    return name
+
+
+class RankEnv(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a rank stands, as its agent told it."""
+
+    job: str
+    host: str
+    generation: int
+    nonce: str
+    rank: int
+    ranks: int
+    coordinator: str
+    smp: str
+
+    def to_environ(self) -> dict[str, str]:
+        """The variables for a rank; they replace whatever a previous generation left."""
+        return {
+            "JAXFT_JOB": self.job,
+            "JAXFT_HOST": self.host,
+            "JAXFT_GENERATION": str(self.generation),
+            "JAXFT_NONCE": self.nonce,
+            "JAXFT_RANK": str(self.rank),
+            "JAXFT_RANKS": str(self.ranks),
+            "JAXFT_COORDINATOR": self.coordinator,
+            "JAXFT_SMP": self.smp,
+        }
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str] | None = None) -> RankEnv | None:
+        """None when this process was not started by an agent."""
+        env = os.environ if environ is None else environ
+        if "JAXFT_SMP" not in env:
+            return None
+        try:
+            return cls(
+                job=env["JAXFT_JOB"],
+                host=env["JAXFT_HOST"],
+                generation=int(env["JAXFT_GENERATION"]),
+                nonce=env["JAXFT_NONCE"],
+                rank=int(env["JAXFT_RANK"]),
+                ranks=int(env["JAXFT_RANKS"]),
+                coordinator=env["JAXFT_COORDINATOR"],
+                smp=env["JAXFT_SMP"],
+            )
+        except (KeyError, ValueError) as error:
+            raise ConfigError(
+                f"the JAXFT_* variables of this process are incomplete ({error}); start it with "
+                "`jaxft run`, or unset JAXFT_SMP"
+            ) from None
+
+
+def faults_text(environ: Mapping[str, str] | None = None) -> str:
+    return (os.environ if environ is None else environ).get("JAXFT_FAULTS", "")
+
+
+def events_dir(environ: Mapping[str, str] | None = None) -> Path | None:
+    text = (os.environ if environ is None else environ).get("JAXFT_EVENTS", "")
+    return Path(text) if text else None
+
+
+def run_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """The private directory below which every job has its own."""
+    env = os.environ if environ is None else environ
+    if env.get("JAXFT_RUN_DIR"):
+        return Path(env["JAXFT_RUN_DIR"])
+    base = env.get("XDG_RUNTIME_DIR")
+    if base and os.access(base, os.W_OK):
+        return Path(base) / "jaxft"
+    return Path(tempfile.gettempdir()) / f"jaxft-{os.getuid()}"
+
+
+def host_dir(run: Path, job: str, host: str) -> Path:
+    """Where a host's socket, lock and logs of a job live; short, for the limit of Unix sockets."""
+    check_name("job", job)
+    check_name("host", host)
+    label = f"{job}/{host}"
+    if len(label) > 40:
+        label = f"{job[:16]}-{hashlib.sha256(label.encode()).hexdigest()[:12]}"
+    return run / label

@@ -1,0 +1,318 @@
+"""Shards: the plan that says which bytes of the state this process saves.
+
+The rules:
+- Every distinct byte of the state has one owner in the whole world. A shard that R devices hold is
+  cut into R ranges of whole rows along its first dimension, one a device, so that state which is
+  replicated over hosts costs each of them 1/R of it.
+- A shard of at most SMALL_BYTES has one owner; owners take turns.
+- A leaf that lives on one process's own devices only (a step counter made by `jnp.zeros`, a NumPy
+  array) is the process's own copy of what every process has: one process saves it; they take turns.
+- The plan is a pure function of shapes, dtypes, shardings and the numbers of processes. Every process
+  computes it for the whole world, and its digest is equal on all of them, or their trees differ.
+- `jax.ShapeDtypeStruct`s give the same plan as the arrays they stand for.
+
+A part holds the ranges by device, so that the bytes of one device are next to each other.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+import xxhash
+
+from jaxft.device.boxes import Box, count, cut_rows, from_index, sides, whole
+from jaxft.device.leaves import describe, element, flatten, show, stored_shape
+from jaxft.errors import ConfigError
+from jaxft.group.manifest import ALIGN, Leaf, Range, align
+
+SMALL_BYTES = 64 * 1024
+
+Device = jax.Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processes:
+    """The processes of the world: this one's number, how many there are, and whose device is whose."""
+
+    index: int
+    count: int
+    of: Callable[[Device], int]
+
+    @classmethod
+    def here(cls) -> Processes:
+        """The world as JAX sees it now."""
+        return cls(
+            index=jax.process_index(),
+            count=jax.process_count(),
+            of=lambda device: device.process_index,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owned:
+    """A range that this process saves: rows `rows` of the shard of a leaf that `device` holds.
+
+    `device` is None for a NumPy leaf, and for a struct without a sharding; `shard` is the box of the
+    shard, in the leaf's stored elements. `rows` is None where the whole shard is owned.
+    """
+
+    range: Range
+    device: Device | None
+    shard: Box
+    rows: tuple[int, int] | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """Which bytes this process saves, and where in its part they go.
+
+    Attributes:
+        leaves: every leaf of the tree, without the values of literals.
+        treedef: the tree's structure.
+        owned: this process's ranges, by ascending offset.
+        length: bytes of this process's part.
+        digest: xxh3_128 of the whole world's plan, in hex; equal on every process.
+    """
+
+    leaves: tuple[Leaf, ...]
+    treedef: jax.tree_util.PyTreeDef
+    owned: tuple[Owned, ...]
+    length: int
+    digest: str
+
+    @property
+    def ranges(self) -> tuple[Range, ...]:
+        return tuple(owned.range for owned in self.owned)
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """One distinct shard of a leaf, and the devices that hold it (None: the host itself)."""
+
+    box: Box
+    holders: tuple[Device | None, ...]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """An owned box before it has an offset."""
+
+    leaf: int
+    device: Device | None
+    shard: Box
+    box: Box
+
+
+def make_plan(tree: Any, processes: Processes | None = None) -> Plan:
+    """Plans the saving of a tree of arrays or `ShapeDtypeStruct`s.
+
+    Args:
+        tree: the state, or what `jax.eval_shape` and shardings say of it.
+        processes: the world; by default, as JAX sees it.
+
+    Raises:
+        ConfigError: a leaf, or a place it is in, that cannot be saved.
+    """
+    planner = _Planner(processes or Processes.here())
+    with_path, treedef = flatten(tree)
+    described = tuple(describe(path, leaf) for path, leaf in with_path)
+    for number, (leaf, (_, value)) in enumerate(zip(described, with_path, strict=True)):
+        planner.add(number, leaf, value)
+    owned, length = _lay_out(planner.cuts, described)
+    return Plan(
+        leaves=described, treedef=treedef, owned=owned, length=length, digest=planner.digest()
+    )
+
+
+class _Planner:
+    """Goes through the leaves in order; whose turn it is depends on the leaves before."""
+
+    def __init__(self, processes: Processes) -> None:
+        self.cuts: list[_Cut] = []
+        self._processes = processes
+        self._global: dict[tuple[Any, ...], list[_Shard]] = {}
+        self._turns = {"process": 0, "small": 0, "rows": 0}
+        self._hash = xxhash.xxh3_128(msgspec.msgpack.encode(processes.count))
+
+    def digest(self) -> str:
+        return self._hash.hexdigest()
+
+    def add(self, number: int, leaf: Leaf, value: Any) -> None:
+        self._hash.update(msgspec.msgpack.encode(leaf))
+        if leaf.kind == "literal":
+            return
+        sharding = None if leaf.kind == "numpy" else value.sharding
+        shape = stored_shape(leaf)
+        if self._is_local(leaf, sharding):
+            self._hash.update(b"local")
+            owner = self._turn("process") % self._processes.count
+            shards = _shards(sharding, shape, self._by_process)
+            mine = owner == self._processes.index
+        else:
+            shards = self._global_shards(sharding, shape)
+            mine = True
+        self._cut(number, shards, element(leaf).itemsize, mine)
+
+    def _is_local(self, leaf: Leaf, sharding: Any) -> bool:
+        """Whether every process has this leaf to itself."""
+        if sharding is None:
+            return True
+        owners = {self._processes.of(device) for device in sharding.device_set}
+        if self._processes.index not in owners:
+            raise ConfigError(
+                f"leaf {show(leaf.path)} has no shard on process {self._processes.index} of "
+                f"{self._processes.count}, only on processes {sorted(owners)[:8]}: every leaf needs "
+                "a sharding over all processes; give it one that covers the whole mesh"
+            )
+        return len(owners) == 1
+
+    def _global_shards(self, sharding: Any, shape: tuple[int, ...]) -> list[_Shard]:
+        known = self._global.get((sharding, shape))
+        if known is None:
+            known = self._global[sharding, shape] = _shards(sharding, shape, self._by_process)
+            holders = [
+                (shard.box, [(self._processes.of(d), d.id) for d in shard.holders if d])
+                for shard in known
+            ]
+            self._hash.update(msgspec.msgpack.encode(holders))
+        else:
+            # The digest has this placement already: where it was first used says which one it is.
+            self._hash.update(str(list(self._global).index((sharding, shape))).encode())
+        return known
+
+    def _by_process(self, device: Device) -> tuple[int, int]:
+        return self._processes.of(device), device.id
+
+    def _turn(self, whose: str) -> int:
+        self._turns[whose] += 1
+        return self._turns[whose] - 1
+
+    def _cut(self, number: int, shards: list[_Shard], itemsize: int, mine: bool) -> None:
+        """Gives every byte of the shards an owner and keeps what is this process's.
+
+        All distinct shards of one leaf have the same size and number of holders, or nearly, so that
+        they share a turn.
+        """
+        small = all(count(shard.box) * itemsize <= SMALL_BYTES for shard in shards)
+        turn = self._turn("small" if small else "rows")
+        for shard in shards:
+            for device, box in self._owners(shard, small, turn):
+                if mine and count(box) and (device is None or self._is_mine(device)):
+                    self.cuts.append(_Cut(number, device, shard.box, box))
+
+    def _is_mine(self, device: Device) -> bool:
+        return self._processes.of(device) == self._processes.index
+
+    def _owners(self, shard: _Shard, small: bool, turn: int) -> list[tuple[Device | None, Box]]:
+        holders = shard.holders
+        if len(holders) == 1:
+            return [(holders[0], shard.box)]
+        if small or not shard.box[0]:
+            spread = _interleave([d for d in holders if d is not None], self._processes.of)
+            return [(spread[turn % len(spread)], shard.box)]
+        # Rows that are left over, or fewer rows than holders, fall on others the next time.
+        first = turn % len(holders)
+        rotated = holders[first:] + holders[:first]
+        return list(zip(rotated, cut_rows(shard.box, len(holders)), strict=True))
+
+
+def _shards(sharding: Any, shape: tuple[int, ...], order: Callable[[Device], Any]) -> list[_Shard]:
+    """The distinct shards of an array, by box, each with its holders in order."""
+    if sharding is None:
+        return [_Shard(whole(shape), (None,))]
+    holders: dict[Box, list[Device]] = {}
+    for device, box in device_boxes(sharding, shape).items():
+        holders.setdefault(box, []).append(device)
+    return [_Shard(box, tuple(sorted(holders[box], key=order))) for box in sorted(holders)]
+
+
+def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Device, Box]:
+    """Which box of an array each device holds.
+
+    A sharding of PRNG keys says nothing of the dimensions that their key data adds: those are whole.
+    """
+    dims = shape[: _rank(sharding, shape)]
+    return {
+        device: from_index(index or (), shape)
+        for device, index in sharding.devices_indices_map(dims).items()
+    }
+
+
+def _rank(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> int:
+    return len(shape)
+
+
+def _interleave(holders: list[Device], process_of: Callable[[Device], int]) -> list[Device]:
+    """One device of each process, then the next of each, so that turns go round the processes."""
+    seen: dict[int, int] = {}
+    keyed = []
+    for device in holders:
+        process = process_of(device)
+        seen[process] = seen.get(process, 0) + 1
+        keyed.append((seen[process], process, device))
+    return [device for _, _, device in sorted(keyed, key=lambda item: item[:2])]
+
+
+def _lay_out(cuts: Sequence[_Cut], leaves: Sequence[Leaf]) -> tuple[tuple[Owned, ...], int]:
+    """Gives every cut its offset in the part, by device, then leaf, then place in the leaf."""
+    owned: list[Owned] = []
+    end = 0
+    for cut in sorted(cuts, key=lambda cut: (_device_order(cut.device), cut.leaf, cut.box)):
+        start, stop = cut.box
+        nbytes = count(cut.box) * element(leaves[cut.leaf]).itemsize
+        offset = align(end, ALIGN)
+        end = offset + nbytes
+        rows = None
+        if cut.box != cut.shard:
+            rows = (start[0] - cut.shard[0][0], stop[0] - cut.shard[0][0])
+        placed = Range(leaf=cut.leaf, start=start, stop=stop, offset=offset, nbytes=nbytes)
+        owned.append(Owned(range=placed, device=cut.device, shard=cut.shard, rows=rows))
+    return tuple(owned), end
+
+
+def _device_order(device: Device | None) -> tuple[bool, int]:
+    return device is None, device.id if device is not None else 0
+
+
+class PlanCache:
+    """Remembers the plans of the trees seen last, by structure, shapes, dtypes and shardings.
+
+    A tree with another leaf, shape or sharding than before gets a plan of its own.
+    """
+
+    def __init__(self, processes: Processes | None = None, size: int = 8) -> None:
+        self._processes = processes
+        self._size = size
+        self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+
+    def get(self, tree: Any) -> Plan:
+        """The plan of a tree. Costs less than a microsecond a leaf where the tree is known."""
+        leaves, treedef = jax.tree_util.tree_flatten(tree)
+        key = (treedef, tuple(map(_signature, leaves)))
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = make_plan(tree, self._processes)
+            if len(self._plans) > self._size:
+                self._plans.popitem(last=False)
+        else:
+            self._plans.move_to_end(key)
+        return plan
+
+
+def _signature(leaf: Any) -> Hashable:
+    """All that the plan takes from a leaf."""
+    try:
+        return leaf.aval, leaf.sharding
+    except AttributeError:
+        pass
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return type(leaf), leaf.shape, leaf.dtype
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.shape, leaf.dtype, leaf.sharding, leaf.weak_type
+    return type(leaf)

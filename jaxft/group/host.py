@@ -1,0 +1,60 @@
+"""One host's whole core: its keeper and, on a generation's first host, the root.
+
+The root's decision goes into this host's ledger before anything is sent.
+"""
+
+from __future__ import annotations
+
+from jaxft.group import events as e
+from jaxft.group.keeper import Keeper
+from jaxft.group.messages import Directive, Ledger, Status
+from jaxft.group.root import Root, Timing
+
+
+class HostCore:
+    """Events in, effects out. Messages to this host's own address never leave it."""
+
+    def __init__(self, host: str, address: str, ledger: Ledger, timing: Timing) -> None:
+        self.host = host
+        self.address = address
+        self.keeper = Keeper(host, ledger)
+        self.root: Root | None = None
+        self.timing = timing
+
+    def handle(self, event: e.Event, now_s: float) -> list[e.Effect]:
+        """Takes one event at monotonic time `now_s`; effects are to be performed in order."""
+        if isinstance(event, e.Heard) and isinstance(event.body, Status):
+            effects = [] if self.root is None else self.root.heard(event.sender, event.body, now_s)
+        else:
+            effects = self.keeper.handle(event, now_s)
+        self._mind_root(now_s)
+        if self.root is not None and isinstance(event, e.Ticked):
+            effects += self.root.tick(now_s)
+        return self._deliver_own(effects, now_s)
+
+    def _mind_root(self, now_s: float) -> None:
+        """Makes the root when this host becomes the first of a generation, drops it when not."""
+        keeper = self.keeper
+        if keeper.generation is None or not keeper.frozen or keeper.index != 0:
+            self.root = None
+        elif self.root is None or self.root.generation.number != keeper.generation.number:
+            self.root = Root(keeper.generation, keeper.ledger, now_s, self.timing)
+
+    def _deliver_own(self, effects: list[e.Effect], now_s: float) -> list[e.Effect]:
+        """Feeds what this host says to itself back in, at its place in the order."""
+        done: list[e.Effect] = []
+        queue = list(effects)
+        while queue:
+            effect = queue.pop(0)
+            if isinstance(effect, e.Decide):
+                queue[:0] = self.keeper.learn(effect.outcome)
+            elif isinstance(effect, e.Send) and effect.address == self.address:
+                body = effect.body
+                if isinstance(body, Status):
+                    if self.root is not None:
+                        queue += self.root.heard(self.host, body, now_s)
+                elif isinstance(body, Directive):
+                    queue += self.keeper.handle(e.Heard(self.host, body), now_s)
+            else:
+                done.append(effect)
+        return done

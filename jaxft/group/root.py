@@ -1,0 +1,392 @@
+"""The root's side: it collects what every host says, and decides alone.
+
+Theory of operation. A generation goes through two phases:
+
+    recovering   every host has said what it holds -> a plan -> every rank has restored it
+                 (a failed check makes a new plan) -> settled
+    running      snapshot by snapshot: one outcome, known everywhere before the next is decided
+
+What is decided is a `Directive` with a growing version, sent until each host's status shows it.
+A root whose SMP is started again within the generation reads the last outcome in its ledger and
+asks nobody: the hosts send their status all the time.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from jaxft.group import events as e
+from jaxft.group.commit import decide, interval_steps
+from jaxft.group.manifest import SnapshotId
+from jaxft.group.messages import (
+    Damage,
+    Directive,
+    Ledger,
+    Outcome,
+    PersistOrder,
+    Plan,
+    Status,
+    StorageEntry,
+)
+from jaxft.group.recovery import Holder, choose
+from jaxft.group.world import Generation, Member
+
+RESEND_S = 0.25
+ATTEMPTS_MAX = 8
+
+
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """`silence_s`: a host not heard for so long is silent. `rejoin_s`: how long to wait for hosts
+    that may bring back a newer committed snapshot before going back further. `persist_s`: how long
+    a persist may take."""
+
+    silence_s: float = 5.0
+    rejoin_s: float = 5.0
+    persist_s: float = 600.0
+
+
+class Root:
+    """The decisions of one generation, taken by the SMP of its first host."""
+
+    def __init__(
+        self, generation: Generation, ledger: Ledger, now_s: float, timing: Timing
+    ) -> None:
+        self.generation = generation
+        self.timing = timing
+        self.statuses: dict[str, Status] = {}
+        self.heard_s: dict[str, float] = {}
+        self.damages: dict[SnapshotId, frozenset[Damage]] = {}
+        self.bad_storage: set[StorageEntry] = set()
+        self._boots = ledger.boots
+        self._attempt = ledger.boots * 1000
+        self._started_s = now_s
+        self._complete_s: float | None = None
+        self._faulted = False
+        self._announced = ""
+        self._sent_s = float("-inf")
+        self._persist_number = ledger.boots * 1000
+        self._persist_started_s = 0.0
+        self._persist_from_step: int | None = None
+        settled = ledger.settled
+        self.directive = Directive(
+            version=ledger.boots << 32,
+            settled=settled,
+            base=ledger.lineage[-1].base if settled else None,
+            interval=ledger.interval,
+            outcome=ledger.outcome,
+        )
+
+    # -------------------------------------------------------------------- what happens
+
+    def heard(self, sender: str, status: Status, now_s: float) -> list[e.Effect]:
+        """A status arrived; older ones than the newest change nothing."""
+        self.heard_s[sender] = now_s
+        known = self.statuses.get(sender)
+        if known is not None and status.version <= known.version:
+            return []
+        self.statuses[sender] = status
+        behind = status.settled != self.directive.settled or (
+            self.directive.outcome is not None and status.outcome_seq < self.directive.outcome.seq
+        )
+        effects = self.advance(now_s)
+        if behind and not effects:
+            effects = self._tell(self._member(sender))
+        return effects
+
+    def tick(self, now_s: float) -> list[e.Effect]:
+        effects = self.advance(now_s)
+        if now_s - self._sent_s >= RESEND_S:
+            effects += self._tell_all(now_s)
+        return effects
+
+    def advance(self, now_s: float) -> list[e.Effect]:
+        """Decides what can be decided."""
+        if self._faulted:
+            return []
+        if not self.directive.settled:
+            return self._recover(now_s)
+        return self._commit(now_s) + self._persist(now_s)
+
+    def _member(self, host: str) -> tuple[Member, ...]:
+        everyone = (*self.generation.hosts, *self.generation.holders)
+        return tuple(member for member in everyone if member.host == host)
+
+    def _tell(self, members: tuple[Member, ...]) -> list[e.Effect]:
+        return [e.Send(member.address, self.directive) for member in members]
+
+    def _tell_all(self, now_s: float) -> list[e.Effect]:
+        self._sent_s = now_s
+        return self._tell((*self.generation.hosts, *self.generation.holders))
+
+    def _direct(self, now_s: float, **changes: object) -> list[e.Effect]:
+        self.directive = msgspec.structs.replace(
+            self.directive, version=self.directive.version + 1, **changes
+        )
+        return self._tell_all(now_s)
+
+    def _silent(self, members: tuple[Member, ...], now_s: float) -> dict[str, float]:
+        ages = {
+            member.host: now_s - self.heard_s.get(member.host, self._started_s)
+            for member in members
+        }
+        return {host: age for host, age in ages.items() if age > self.timing.silence_s}
+
+    def _fault(self, host: str, reason: str) -> list[e.Effect]:
+        self._faulted = True
+        return [e.DeclareFault(host, reason)]
+
+    # -------------------------------------------------------------------- recovering
+
+    def _recover(self, now_s: float) -> list[e.Effect]:
+        silent = self._silent(self.generation.hosts, now_s)
+        for host, silence_s in silent.items():
+            return self._fault(host, f"its SMP has not answered for {silence_s:.1f} s")
+        plan = self.directive.plan
+        if plan is None:
+            return self._plan(now_s)
+        return self._judge(plan, now_s)
+
+    def _plan(self, now_s: float) -> list[e.Effect]:
+        waiting = self._still_asked(now_s)
+        first = self.statuses.get(self.generation.hosts[0].host)
+        if waiting or first is None or first.options is None:
+            return []
+        if self._complete_s is None:
+            self._complete_s = now_s
+        plan = self._choose()
+        older = plan.newest_known is not None and (
+            plan.base is None or plan.base < plan.newest_known
+        )
+        if older and now_s - self._complete_s < self.timing.rejoin_s:
+            if self._announced == "waiting":
+                return []
+            self._announced = "waiting"
+            detail: dict[str, str | int | float] = {
+                "newest": str(plan.newest_known),
+                "rejoin_s": self.timing.rejoin_s,
+            }
+            return [e.Announce("waiting_for_memory", detail)]
+        return self._announce_plan(plan) + self._direct(
+            now_s, plan=plan, interval=interval_steps(first.options, {})
+        )
+
+    def _still_asked(self, now_s: float) -> list[str]:
+        """Hosts whose answer is needed and not there. A holder that stays silent is left out."""
+        waiting = [
+            member.host for member in self.generation.hosts if not self._answered(member.host)
+        ]
+        silent = self._silent(self.generation.holders, now_s)
+        waiting += [
+            member.host
+            for member in self.generation.holders
+            if member.host not in silent and not self._answered(member.host)
+        ]
+        return waiting
+
+    def _answered(self, host: str) -> bool:
+        status = self.statuses.get(host)
+        return status is not None and status.frozen and status.ledger is not None
+
+    def _choose(self) -> Plan:
+        self._attempt += 1
+        holders = []
+        for member in (*self.generation.hosts, *self.generation.holders):
+            status = self.statuses.get(member.host)
+            if status is not None and status.ledger is not None:
+                inside = self.generation.index_of(member.host) is not None
+                holders.append(Holder(member.host, member.address, status.ledger, inside))
+        first = self.statuses[self.generation.hosts[0].host]
+        listed = (first.options.storage if first.options is not None else None) or ()
+        return choose(
+            holders,
+            attempt=self._attempt,
+            storage=[entry for entry in listed if entry not in self.bad_storage],
+            damages=self.damages,
+            fresh=self.generation.fresh,
+        )
+
+    def _announce_plan(self, plan: Plan) -> list[e.Effect]:
+        detail: dict[str, str | int | float] = {
+            "source": plan.source,
+            "step": plan.step,
+            "snapshot": str(plan.base) if plan.base is not None else "",
+            "rebuilt": ", ".join(
+                plan.world.hosts[segment.host] for segment in plan.segments if segment.rebuilt
+            ),
+            "finish": int(plan.finish),
+            "reasons": "; ".join(plan.reasons),
+        }
+        return [e.Announce("chosen", detail)]
+
+    def _judge(self, plan: Plan, now_s: float) -> list[e.Effect]:
+        """Settles once everybody has restored; plans again after damage."""
+        hosts = [member.host for member in self.generation.hosts]
+        current = {
+            host: status
+            for host, status in self.statuses.items()
+            if status.attempt == plan.attempt and status.frozen
+        }
+        damaged = frozenset(item for status in current.values() for item in status.damaged)
+        if damaged and plan.chosen is not None:
+            known = self.damages.get(plan.chosen, frozenset())
+            self.damages[plan.chosen] = known | damaged
+            return self._plan_again(plan, f"{len(damaged)} damaged fragments", now_s)
+        for host, status in current.items():
+            if status.failure:
+                if plan.storage is not None:
+                    self.bad_storage.add(plan.storage)
+                    return self._plan_again(plan, f"{host}: {status.failure}", now_s)
+                return self._fault(host, status.failure)
+        if any(host not in current or not current[host].restored for host in hosts):
+            return []
+        if plan.finish and not self._all_finished(plan, current):
+            return []
+        hows = {current[host].restored for host in hosts}
+        if len(hows) > 1:
+            return self._fault(hosts[0], "some ranks called restore and others did not")
+        base = plan.base if hows == {"verified"} else None
+        announce = e.Announce("settled", {"base": str(base) if base else "", "step": plan.step})
+        return [announce, *self._direct(now_s, settled=True, base=base)]
+
+    def _all_finished(self, plan: Plan, current: dict[str, Status]) -> bool:
+        holding = {address for _, address in plan.shares}
+        everyone = (*self.generation.hosts, *self.generation.holders)
+        return all(
+            member.host in current and current[member.host].finished
+            for member in everyone
+            if member.address in holding
+        )
+
+    def _plan_again(self, plan: Plan, why: str, now_s: float) -> list[e.Effect]:
+        if self._attempt - self._boots * 1000 >= ATTEMPTS_MAX:
+            return self._fault(self.generation.hosts[0].host, f"{ATTEMPTS_MAX} plans failed: {why}")
+        again = self._choose()
+        detail = {"snapshot": str(plan.base), "reason": why}
+        return [
+            e.Announce("plan_failed", detail),
+            *self._announce_plan(again),
+            *self._direct(now_s, plan=again),
+        ]
+
+    # -------------------------------------------------------------------- running
+
+    def _commit(self, now_s: float) -> list[e.Effect]:
+        last = self.directive.outcome
+        seq = 0 if last is None else last.seq + 1
+        hosts = [member.host for member in self.generation.hosts]
+        if any(
+            host not in self.statuses or self.statuses[host].outcome_seq < seq - 1 for host in hosts
+        ):
+            return []
+        reports = {host: self.statuses[host].report for host in hosts}
+        decision = decide(seq, reports, self._silent(self.generation.hosts, now_s))
+        if decision.ok is None:
+            return []
+        identity = SnapshotId(self.generation.number, seq, self.generation.nonce)
+        committed = identity if decision.ok else (last.committed if last is not None else None)
+        options = self.statuses[hosts[0]].options
+        persist = decision.ok and self._persist_armed()
+        outcome = Outcome(
+            seq=seq,
+            step=decision.step,
+            ok=decision.ok,
+            reason=decision.reason,
+            committed=committed,
+            interval=interval_steps(options, reports),
+            persist=persist,
+        )
+        order = self.directive.persist
+        if persist and order is not None:
+            order = msgspec.structs.replace(order, id=identity, step=decision.step, pinned=True)
+        kind = "committed" if decision.ok else "aborted"
+        detail: dict[str, str | int | float] = {
+            "seq": seq,
+            "step": decision.step,
+            "reason": decision.reason,
+        }
+        return [
+            e.Decide(outcome),
+            e.Announce(kind, detail),
+            *self._direct(now_s, outcome=outcome, persist=order),
+        ]
+
+    # -------------------------------------------------------------------- persisting
+
+    def _persist_states(self) -> dict[str, str]:
+        """How far each host's helper is with the current order."""
+        order = self.directive.persist
+        states = {}
+        for member in self.generation.hosts:
+            status = self.statuses.get(member.host)
+            state = status.persist if status is not None else None
+            if order is not None and state is not None and state.number == order.number:
+                states[member.host] = state.state
+        return states
+
+    def _persist_armed(self) -> bool:
+        """Are all helpers ready for the next committed snapshot?"""
+        order = self.directive.persist
+        if order is None or not order.wanted or order.id is not None:
+            return False
+        states = self._persist_states()
+        return len(states) == len(self.generation.hosts) and set(states.values()) == {"ready"}
+
+    def _persist_due(self) -> bool:
+        options = self.statuses[self.generation.hosts[0].host].options
+        outcome = self.directive.outcome
+        if options is None or options.persist_every <= 0 or outcome is None or not outcome.ok:
+            return False
+        if self._persist_from_step is None:
+            return True
+        return outcome.step >= self._persist_from_step + options.persist_every
+
+    def _persist(self, now_s: float) -> list[e.Effect]:
+        order = self.directive.persist
+        if order is None or order.result:
+            return self._start_persist(now_s) if self._persist_due() else []
+        states = self._persist_states()
+        whole = len(states) == len(self.generation.hosts)
+        reason = self._persist_failure(order, now_s)
+        if reason:
+            return self._end_persist(order, reason, now_s)
+        coordinator = self._persist_coordinator()
+        if coordinator and coordinator != order.coordinator:
+            order = msgspec.structs.replace(order, coordinator=coordinator)
+            return self._direct(now_s, persist=order)
+        if order.pinned and whole and set(states.values()) <= {"copied", "written"}:
+            return self._direct(now_s, persist=msgspec.structs.replace(order, pinned=False))
+        if order.id is not None and whole and set(states.values()) == {"written"}:
+            return self._end_persist(order, "written", now_s)
+        return []
+
+    def _start_persist(self, now_s: float) -> list[e.Effect]:
+        self._persist_number += 1
+        self._persist_started_s = now_s
+        if self.directive.outcome is not None:
+            self._persist_from_step = self.directive.outcome.step
+        order = PersistOrder(number=self._persist_number, wanted=True)
+        return self._direct(now_s, persist=order)
+
+    def _persist_coordinator(self) -> str:
+        status = self.statuses.get(self.generation.hosts[0].host)
+        state = status.persist if status is not None else None
+        order = self.directive.persist
+        if state is None or order is None or state.number != order.number:
+            return ""
+        return state.coordinator
+
+    def _persist_failure(self, order: PersistOrder, now_s: float) -> str:
+        for member in self.generation.hosts:
+            status = self.statuses.get(member.host)
+            state = status.persist if status is not None else None
+            if state is not None and state.number == order.number and state.state == "failed":
+                return f"{member.host}: {state.detail}"
+        if now_s - self._persist_started_s > self.timing.persist_s:
+            return f"not done within {self.timing.persist_s:.0f} s"
+        return ""
+
+    def _end_persist(self, order: PersistOrder, result: str, now_s: float) -> list[e.Effect]:
+        ended = msgspec.structs.replace(order, wanted=False, pinned=False, result=result)
+        kind = "persisted" if result == "written" else "persist_failed"
+        detail: dict[str, str | int | float] = {"step": order.step, "result": result}
+        return [e.Announce(kind, detail), *self._direct(now_s, persist=ended)]

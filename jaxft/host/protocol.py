@@ -1,0 +1,271 @@
+"""What an SMP and the processes of its own host say to each other over the local channel.
+
+Clients: the agent, the ranks, and persist helpers. Every client begins with `Hello` and is answered
+by `Welcome`, which carries the memory's descriptors in the order of `Welcome.fds`. What a client
+asks for is answered by state that is pushed to it; a client that reconnects (the SMP was started
+again) says `Hello` and repeats what is still open.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from jaxft.group.manifest import Part, SnapshotId
+from jaxft.group.messages import Damage, Outcome, PersistOrder, Plan, RankOptions
+from jaxft.group.world import Generation
+
+# ------------------------------------------------------------------------------ client -> SMP
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """`role` is "agent", "rank" or "helper". Ranks and helpers name the generation they belong to;
+    one of another generation is refused."""
+
+    role: str
+    pid: int
+    generation: int = 0
+    nonce: str = ""
+    rank: int = -1
+    options: RankOptions | None = None
+
+
+class Enter(msgspec.Struct, frozen=True, kw_only=True, tag="enter"):
+    """Agent: take part in this generation; its earlier ranks are dead."""
+
+    generation: Generation
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """Agent: end, and let the memory go."""
+
+
+class Restored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):
+    """Rank: plan `attempt` is restored here ("verified"), or not wanted ("skipped")."""
+
+    attempt: int
+    how: str
+
+
+class RestoreFailed(msgspec.Struct, frozen=True, kw_only=True, tag="restore_failed"):
+    """Rank: plan `attempt` cannot be restored here."""
+
+    attempt: int
+    reason: str
+    damaged: tuple[Damage, ...] = ()
+
+
+class Extent(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes `start` to `stop` of the segment of `host` (a place in the snapshot's world); both are
+    multiples of CHUNK, or `stop` is the end of a part."""
+
+    host: int
+    start: int
+    stop: int
+
+
+class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag="fetch"):
+    """Rank, helper: bring these extents of snapshot `id` into memory that I can map, checked."""
+
+    number: int
+    id: SnapshotId
+    extents: tuple[Extent, ...]
+
+
+class Release(msgspec.Struct, frozen=True, kw_only=True, tag="release"):
+    """Rank, helper: what `Fetch` brought is no longer needed."""
+
+    number: int
+
+
+class WantManifests(msgspec.Struct, frozen=True, kw_only=True, tag="want_manifests"):
+    """Rank, helper: send the manifests of all segments of snapshot `id`."""
+
+    id: SnapshotId
+
+
+class WantSlot(msgspec.Struct, frozen=True, kw_only=True, tag="want_slot"):
+    """Rank: this is the call of `save` that is snapshot `seq`."""
+
+    seq: int
+    step: int
+    plan: str
+    nbytes: int
+    step_s: float = 0.0
+
+
+class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
+    """Rank: my part is in the slot. `leaves` is the encoded table of leaves."""
+
+    seq: int
+    part: Part
+    leaves: bytes
+
+
+class StagingFailed(msgspec.Struct, frozen=True, kw_only=True, tag="staging_failed"):
+    seq: int
+    reason: str
+
+
+class HelperState(msgspec.Struct, frozen=True, kw_only=True, tag="helper_state"):
+    """Helper, or the agent for a helper that died: how far persist `number` is."""
+
+    number: int
+    state: str
+    coordinator: str = ""
+    detail: str = ""
+
+
+class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
+    """Anyone: describe yourself (for status pages and tests)."""
+
+
+ClientMessage = (
+    Hello
+    | Enter
+    | Stop
+    | Restored
+    | RestoreFailed
+    | Fetch
+    | Release
+    | WantManifests
+    | WantSlot
+    | Staged
+    | StagingFailed
+    | HelperState
+    | Inspect
+)
+
+# ------------------------------------------------------------------------------ SMP -> client
+
+
+class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
+    """`fds` names the descriptors that come with it: "ledger", "slot0", "slot1". `address` is where
+    peers reach this SMP, `newest` the largest generation and the newest snapshot it knows of."""
+
+    host: str
+    pid: int
+    arena: str
+    address: str
+    generation: int
+    fds: tuple[str, ...]
+    slot_sizes: tuple[int, int]
+    newest: SnapshotId | None = None
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """To a client that has no business here; the connection ends after it."""
+
+    reason: str
+
+
+class PlanTold(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
+    """Restore this. `own` is (slot, place in the snapshot's world) of the chosen snapshot's share
+    on this host, or None."""
+
+    plan: Plan
+    own: tuple[int, int] | None = None
+
+
+class ManifestsTold(msgspec.Struct, frozen=True, kw_only=True, tag="manifests"):
+    """The encoded manifests of all segments of `id`, by place; or why there are none."""
+
+    id: SnapshotId
+    manifests: tuple[bytes, ...] = ()
+    damaged: tuple[Damage, ...] = ()
+    error: str = ""
+
+
+class Fetched(msgspec.Struct, frozen=True, kw_only=True, tag="fetched"):
+    """The extents of `Fetch` number `number` lie one after the other at `offsets` of the memory
+    whose descriptor comes with this; or what is damaged, or why they cannot be had."""
+
+    number: int
+    offsets: tuple[int, ...] = ()
+    size_bytes: int = 0
+    damaged: tuple[Damage, ...] = ()
+    error: str = ""
+
+
+class SettledTold(msgspec.Struct, frozen=True, kw_only=True, tag="settled"):
+    """Everybody has restored; save may begin. `interval` is the steps from snapshot 0 to 1."""
+
+    base: SnapshotId | None
+    interval: int
+
+
+class Granted(msgspec.Struct, frozen=True, kw_only=True, tag="granted"):
+    """Write snapshot `seq` to `base` of `slot`, which is `size_bytes` long now."""
+
+    seq: int
+    slot: int
+    base: int
+    size_bytes: int
+
+
+class StagedTold(msgspec.Struct, frozen=True, kw_only=True, tag="staged_told"):
+    """The segment of snapshot `seq` is whole: a crash of the ranks loses nothing of it."""
+
+    seq: int
+
+
+class OutcomeTold(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
+    outcome: Outcome
+
+
+class PersistTold(msgspec.Struct, frozen=True, kw_only=True, tag="persist"):
+    order: PersistOrder
+
+
+class FaultTold(msgspec.Struct, frozen=True, kw_only=True, tag="fault"):
+    """To the agent: this world cannot go on."""
+
+    host: str
+    reason: str
+
+
+class Announced(msgspec.Struct, frozen=True, kw_only=True, tag="announced"):
+    """To the agent: something a person wants to know."""
+
+    kind: str
+    detail: dict[str, str | int | float]
+
+
+class Inspection(msgspec.Struct, frozen=True, kw_only=True, tag="inspection"):
+    """The answer to `Inspect`, as JSON-like values."""
+
+    values: dict[str, str | int | float | list[dict[str, str | int | float]]]
+
+
+ServerMessage = (
+    Welcome
+    | Refused
+    | PlanTold
+    | ManifestsTold
+    | Fetched
+    | SettledTold
+    | Granted
+    | StagedTold
+    | OutcomeTold
+    | PersistTold
+    | FaultTold
+    | Announced
+    | Inspection
+)
+
+
+def encode(message: ClientMessage | ServerMessage) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+_CLIENT: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
+_SERVER: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
+
+
+def decode_client(payload: bytes) -> ClientMessage:
+    """What a client said. Raises msgspec.MsgspecError if it is none of these."""
+    return _CLIENT.decode(payload)
+
+
+def decode_server(payload: bytes) -> ServerMessage:
+    """What the SMP said. Raises msgspec.MsgspecError if it is none of these."""
+    return _SERVER.decode(payload)

@@ -1,0 +1,303 @@
+"""The store in etcd: for many machines.
+
+Needs the package `etcd3gw` (the extra `etcd`) and etcd 3.4 or newer; talks to its JSON gateway
+(etcd.io/docs/v3.4/dev-guide/api_grpc_gateway), where keys and values are base64 and 64-bit
+integers are strings.
+
+Rules
+- The keys of a job lie below `/jaxft/JOB/`. A revision is etcd's mod_revision, a lease is etcd's.
+- Every request has a deadline (`REQUEST_S`). The endpoints are tried in turn, beginning with the
+  one that answered last. A write goes to a second endpoint only if it never left for the first:
+  sent twice, a conditional write would find its own traces and report that it failed.
+- A commit may name as many keys as etcd's --max-txn-ops allows, 128 by default.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+import etcd3gw
+import requests
+import urllib3
+from etcd3gw.exceptions import (
+    ConnectionFailedError,
+    ConnectionTimeoutError,
+    Etcd3Exception,
+    InternalServerError,
+)
+
+from jaxft.errors import StoreError
+from jaxft.launch.store import Entry
+
+REQUEST_S = 2.0
+WATCH_S_MIN = 0.05
+
+
+class EtcdStore:
+    """A `Store` in etcd; see `jaxft.launch.store` for the contract.
+
+    Args:
+        endpoints: host and port of one or more members of the cluster.
+        job: the job whose keys this is about.
+    """
+
+    def __init__(self, endpoints: Sequence[tuple[str, int]], *, job: str) -> None:
+        self._namespace = f"/jaxft/{quote(job, safe='')}/"
+        self._gateway = _Gateway(endpoints)
+        self._seen: int | None = None  # the cluster's revision at the last read
+        try:
+            self._gateway.ask("/kv/range", {**self._range(""), "count_only": True})
+        except BaseException:
+            self.close()
+            raise
+
+    def read(self, prefix: str = "") -> dict[str, Entry]:
+        answer = self._gateway.ask("/kv/range", self._range(prefix))
+        self._seen = int(answer["header"]["revision"])
+        entries: dict[str, Entry] = {}
+        for item in answer.get("kvs", ()):
+            key = b64decode(item["key"]).decode()[len(self._namespace) :]
+            leased = int(item.get("lease", 0)) != 0
+            entries[key] = Entry(
+                b64decode(item.get("value", "")), int(item["mod_revision"]), leased
+            )
+        return entries
+
+    def commit(
+        self,
+        expect: Mapping[str, int | None],
+        put: Mapping[str, bytes],
+        delete: Iterable[str] = (),
+    ) -> bool:
+        gone = list(delete)
+        assert not set(gone) & set(put), "a key is both written and deleted"
+        # The mod_revision of a key that is not there is 0.
+        compare = [
+            {
+                "key": self._key(key),
+                "target": "MOD",
+                "result": "EQUAL",
+                "mod_revision": revision or 0,
+            }
+            for key, revision in expect.items()
+        ]
+        success: list[dict[str, Any]] = [self._put(key, value) for key, value in put.items()]
+        success += [{"request_delete_range": {"key": self._key(key)}} for key in gone]
+        return self._transaction(compare, success)
+
+    def changed(self, timeout_s: float) -> bool:
+        if self._seen is None:
+            return True
+        return self._gateway.watch({**self._range(""), "start_revision": self._seen + 1}, timeout_s)
+
+    def lease(self, key: str, value: bytes, ttl_s: float) -> EtcdLease:
+        assert ttl_s > 0
+        granted = self._gateway.tell("/lease/grant", {"TTL": math.ceil(ttl_s), "ID": 0})
+        lease = EtcdLease(self, key, int(granted["ID"]))
+        try:
+            self._transaction([], [self._put(key, value, lease.number)])
+        except _LeaseGone as error:
+            raise StoreError(f"etcd took back the new lease of {key} at once; try again") from error
+        return lease
+
+    def close(self) -> None:
+        self._gateway.close()
+
+    def _key(self, key: str) -> str:
+        return _base64((self._namespace + key).encode())
+
+    def _range(self, prefix: str) -> dict[str, str]:
+        start = (self._namespace + prefix).encode()
+        # UTF-8 has no byte 0xff, so the last byte has a successor.
+        end = start[:-1] + bytes([start[-1] + 1])
+        return {"key": _base64(start), "range_end": _base64(end)}
+
+    def _put(self, key: str, value: bytes, lease: int = 0) -> dict[str, Any]:
+        return {"request_put": {"key": self._key(key), "value": _base64(value), "lease": lease}}
+
+    def _transaction(self, compare: list[dict[str, Any]], success: list[dict[str, Any]]) -> bool:
+        answer = self._gateway.tell("/kv/txn", {"compare": compare, "success": success})
+        return bool(answer.get("succeeded", False))
+
+    # What a lease does with its key, if the key still is its own
+
+    def _renew(self, key: str, number: int) -> bool:
+        kept = self._gateway.ask("/lease/keepalive", {"ID": number})
+        if int(kept["result"].get("TTL", 0)) <= 0:
+            return False
+        # etcd's lease outlives its key, where another agent deleted that or took it over.
+        found = self._gateway.ask("/kv/range", {"key": self._key(key), "keys_only": True})
+        return any(int(item.get("lease", 0)) == number for item in found.get("kvs", ()))
+
+    def _update(self, key: str, number: int, value: bytes) -> bool:
+        own = {"key": self._key(key), "target": "LEASE", "result": "EQUAL", "lease": number}
+        try:
+            return self._transaction([own], [self._put(key, value, number)])
+        except _LeaseGone:
+            return False
+
+    def _release(self, number: int) -> None:
+        try:
+            self._gateway.ask("/lease/revoke", {"ID": number})
+        except _LeaseGone:
+            return
+
+
+class EtcdLease:
+    """A `Lease`: etcd's own, with one key."""
+
+    def __init__(self, store: EtcdStore, key: str, number: int) -> None:
+        self.key = key
+        self.number = number
+        self._store = store
+
+    def renew(self) -> bool:
+        return self._store._renew(self.key, self.number)
+
+    def update(self, value: bytes) -> bool:
+        return self._store._update(self.key, self.number, value)
+
+    def release(self) -> None:
+        self._store._release(self.number)
+
+
+class _LeaseGone(StoreError):
+    """etcd knows no lease with this number (any more)."""
+
+
+class _Gateway:
+    """Requests to whichever endpoint answers; one at a time, save for `watch`."""
+
+    def __init__(self, endpoints: Sequence[tuple[str, int]]) -> None:
+        self._clients = [
+            etcd3gw.client(
+                host=host, port=port, timeout=REQUEST_S, api_path="/v3/", session=_session()
+            )
+            for host, port in endpoints
+        ]
+        self._watching = _session()
+        self._current = 0
+        self._lock = threading.Lock()  # held for at most REQUEST_S an endpoint
+
+    def ask(self, path: str, body: dict[str, Any]) -> Any:
+        """Sends what may arrive twice: a read, a renewal, a revocation."""
+        return self._send(path, body, may_repeat=True)
+
+    def tell(self, path: str, body: dict[str, Any]) -> Any:
+        """Sends what must not arrive twice."""
+        return self._send(path, body, may_repeat=False)
+
+    def _send(self, path: str, body: dict[str, Any], *, may_repeat: bool) -> Any:
+        failures: list[str] = []
+        with self._lock:
+            for _ in self._clients:
+                client = self._clients[self._current]
+                try:
+                    return client.post(client.get_url(path), json=body)
+                except (Etcd3Exception, requests.RequestException) as error:
+                    reason = _reason(error)
+                    if "lease not found" in reason:
+                        raise _LeaseGone(f"etcd {client.base_url}: {reason}") from error
+                    if not _is_away(error):
+                        raise StoreError(f"etcd {client.base_url} refused: {reason}") from error
+                    if not (may_repeat or _never_left(error)):
+                        raise StoreError(
+                            f"etcd {client.base_url} broke off a write ({reason}): it is unknown "
+                            "whether it was written; read again"
+                        ) from error
+                    failures.append(f"{client.base_url}: {reason}")
+                    self._current = (self._current + 1) % len(self._clients)
+        raise self._nobody(failures)
+
+    def watch(self, create: dict[str, Any], timeout_s: float) -> bool:
+        """Whether anything happened in a range since a revision, within `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        failures: list[str] = []
+        for _ in self._clients:
+            current = self._current
+            client = self._clients[current]
+            left_s = max(deadline_s - time.monotonic(), WATCH_S_MIN)
+            try:
+                with self._watching.post(
+                    client.get_url("/watch"),
+                    json={"create_request": create},
+                    stream=True,
+                    timeout=(min(left_s, REQUEST_S), left_s),
+                ) as stream:
+                    # The first message says that the watch is there. Any other one, and the
+                    # stream's end, is a reason to look: an event, a compaction, an error.
+                    for line in stream.iter_lines():
+                        if not _is_greeting(line):
+                            break
+                    return True
+            except requests.RequestException as error:
+                if time.monotonic() >= deadline_s:
+                    return False
+                failures.append(f"{client.base_url}: {_reason(error)}")
+                self._current = (current + 1) % len(self._clients)
+        raise self._nobody(failures)
+
+    def close(self) -> None:
+        for client in self._clients:
+            client.session.close()
+        self._watching.close()
+
+    def _nobody(self, failures: list[str]) -> StoreError:
+        return StoreError(
+            "no etcd endpoint answered ("
+            + "; ".join(failures)
+            + "): is etcd running, and does the network let this host reach it?"
+        )
+
+
+def _session() -> requests.Session:
+    session = requests.Session()
+    # etcd is reached directly: proxies in the environment are for the world outside.
+    session.trust_env = False
+    return session
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether another endpoint might do better; else etcd understood the request and said no."""
+    return isinstance(
+        error,
+        ConnectionFailedError
+        | ConnectionTimeoutError
+        | InternalServerError
+        | requests.RequestException,
+    )
+
+
+def _never_left(error: Exception) -> bool:
+    """Whether no connection came about, so that etcd cannot have seen the request."""
+    cause = error.__context__  # what `requests` raised and etcd3gw mapped
+    if isinstance(cause, requests.ConnectTimeout):
+        return True
+    inner = cause.args[0] if isinstance(cause, requests.ConnectionError) and cause.args else None
+    return isinstance(getattr(inner, "reason", None), urllib3.exceptions.NewConnectionError)
+
+
+def _reason(error: Exception) -> str:
+    text = getattr(error, "detail_text", None) or str(error) or type(error).__name__
+    try:
+        return str(json.loads(text)["message"])
+    except (ValueError, KeyError, TypeError):
+        return text
+
+
+def _is_greeting(line: bytes) -> bool:
+    if not line.strip():
+        return True
+    result = json.loads(line).get("result", {})
+    return bool(result.get("created")) and not (result.get("canceled") or result.get("events"))
+
+
+def _base64(data: bytes) -> str:
+    return b64encode(data).decode()

@@ -1,0 +1,425 @@
+"""The store in a SQLite file: for the hosts of one machine.
+
+Rules
+- Write-ahead logging: readers never wait for a writer, a process killed at any moment leaves a
+  whole file, and no renewal waits for the disk (synchronous=NORMAL syncs at checkpoints only, so
+  a training job that floods the disk with a checkpoint expires nobody). After a power failure the
+  file is whole and may lack the last commits; the memory they spoke of is gone as well.
+- Who finds the file locked waits `BUSY_S`, then raises: a locked store is an absent store.
+- One number, the store's revision, goes up with each commit and marks what the commit wrote. A
+  renewal adds one to the lease's counter and leaves the revision alone.
+- Readers expire leases (`LeaseObserver`): the row is deleted if its counter still is what was seen,
+  so a renewal that comes in between wins, and one that comes after is told.
+- The file belongs to one user (0600), lies on a local file system (locks and shared memory do not
+  work over a network), and is the same file all the time: one that was deleted or replaced while in
+  use would be two stores.
+- It can be deleted when no agent runs: generation numbers are found again in the hosts' memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import sqlite3
+import stat
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from jaxft.errors import StoreError
+from jaxft.launch.store import Entry, LeaseObserver, Pulse
+
+BUSY_S = 0.5
+OPEN_S = 2.0
+POLL_S = 0.025
+APPLICATION_ID = 0x6A786674  # "jxft": in the file's header, so that no other database is taken
+SCHEMA_VERSION = 1
+SCHEMA = (
+    """CREATE TABLE entries (
+        job TEXT NOT NULL,
+        key TEXT NOT NULL,
+        value BLOB NOT NULL,
+        revision INTEGER NOT NULL,
+        owner TEXT,  -- random for each lease, NULL for ordinary keys
+        counter INTEGER NOT NULL DEFAULT 0,
+        ttl_s REAL NOT NULL DEFAULT 0,
+        PRIMARY KEY (job, key)
+    ) WITHOUT ROWID""",
+    "CREATE TABLE store (one INTEGER PRIMARY KEY CHECK (one = 1), revision INTEGER NOT NULL)",
+    "INSERT INTO store VALUES (1, 0)",
+)
+
+NETWORK_FILE_SYSTEMS = frozenset(
+    "9p afs beegfs ceph cifs coda glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs panfs pvfs2 "
+    "smb smb2 smb3 smbfs virtiofs vboxsf wekafs".split()
+)
+# What mounts through FUSE is a network or an object store, with few exceptions.
+LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.lxcfs"})
+
+
+def network_file_system(path: Path, mounts: str) -> str | None:
+    """The type of the network file system that `path` lies on, or None if it is a local one.
+
+    Args:
+        path: an absolute path without symbolic links.
+        mounts: a mount table in the form of /proc/self/mounts (see fstab(5)).
+    """
+    kind, depth = "", 0
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        # Blanks in a mount point are written as octal escapes.
+        point = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[1]))
+        # The later of two mounts on one point hides the earlier.
+        if path.is_relative_to(point) and len(point.parts) >= depth:
+            kind, depth = fields[2], len(point.parts)
+    fuse = kind == "fuse" or (kind.startswith("fuse.") and kind not in LOCAL_FUSE)
+    return kind if fuse or kind in NETWORK_FILE_SYSTEMS else None
+
+
+class SqliteStore:
+    """A `Store` in a file on this machine; see `jaxft.launch.store` for the contract.
+
+    Args:
+        path: the file, made if it is not there; its directory has to be.
+        job: the job whose keys this is about.
+        mounts: the mount table; that of this machine unless a test gives another. Where there is
+            none (no /proc), network file systems are not told apart.
+    """
+
+    def __init__(self, path: Path, *, job: str, mounts: str | None = None) -> None:
+        self.path = Path(os.path.realpath(path))
+        self._job = job
+        self._observer = LeaseObserver()
+        self._look_s = 0.0  # when the leases have to be looked at again, monotonic
+        self._seen: int | None = None  # the store's revision at the last read
+        self._data_version: int | None = None  # at which the revision was still `_seen`
+        # Held for one transaction, which has SQLite's own deadline.
+        self._lock = threading.RLock()
+        self._refuse_network(_mount_table() if mounts is None else mounts)
+        self._file_id = self._own_file()
+        with _mapped_errors(self.path):
+            self._connection = sqlite3.connect(
+                self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
+            )
+        try:
+            self._prepare()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def read(self, prefix: str = "") -> dict[str, Entry]:
+        with self._lock:
+            now_s = time.monotonic()
+            with self._transaction("DEFERRED"):
+                entries, pulses, revision = self._snapshot()
+            dead = self._observer.observe(now_s, pulses)
+            if dead:
+                with self._transaction("IMMEDIATE"):
+                    self._expire({key: pulses[key] for key in dead})
+                    entries, pulses, revision = self._snapshot()
+            self._seen = revision
+            # Soon enough that the next look is not the observer's "late tick".
+            shortest_s = min((pulse.ttl_s for pulse in pulses.values()), default=float("inf"))
+            self._look_s = now_s + shortest_s / 4
+        return {key: entry for key, entry in entries.items() if key.startswith(prefix)}
+
+    def commit(
+        self,
+        expect: Mapping[str, int | None],
+        put: Mapping[str, bytes],
+        delete: Iterable[str] = (),
+    ) -> bool:
+        gone = list(delete)
+        assert not set(gone) & set(put), "a key is both written and deleted"
+        with self._transaction("IMMEDIATE") as connection:
+            for key, revision in expect.items():
+                found = connection.execute(
+                    "SELECT revision FROM entries WHERE job = ? AND key = ?", (self._job, key)
+                ).fetchone()
+                if (found[0] if found else None) != revision:
+                    return False
+            if put or gone:
+                self._write(put, gone)
+        return True
+
+    def changed(self, timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            now_s = time.monotonic()
+            if now_s >= self._look_s or self._moved():
+                return True
+            if now_s >= deadline_s:
+                return False
+            time.sleep(min(POLL_S, deadline_s - now_s))
+
+    def lease(self, key: str, value: bytes, ttl_s: float) -> SqliteLease:
+        assert ttl_s > 0
+        owner = secrets.token_hex(8)
+        with self._transaction("IMMEDIATE") as connection:
+            self._write({key: value}, [])
+            connection.execute(
+                "UPDATE entries SET owner = ?, ttl_s = ? WHERE job = ? AND key = ?",
+                (owner, ttl_s, self._job, key),
+            )
+        return SqliteLease(self, key, owner)
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    # Opening
+
+    def _refuse_network(self, mounts: str) -> None:
+        kind = network_file_system(self.path, mounts)
+        if kind is not None:
+            raise StoreError(
+                f"store {self.path} is on a network file system ({kind}), where SQLite's locks "
+                "cannot be trusted: for hosts of one machine name a file on a local disk, for "
+                "several machines use --store etcd://host:2379"
+            )
+
+    def _own_file(self) -> tuple[int, int]:
+        """Makes the file if need be; returns its device and inode numbers."""
+        try:
+            # Opened only when it is new: closing a second descriptor of a file drops the locks
+            # that SQLite holds on it in this process.
+            with contextlib.suppress(FileExistsError):
+                os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            found = os.stat(self.path)
+        except OSError as error:
+            raise StoreError(
+                f"store {self.path} cannot be made: {error.strerror}; its directory has to be "
+                "there and writable"
+            ) from error
+        if not stat.S_ISREG(found.st_mode):
+            raise StoreError(f"store {self.path} is not a regular file: name another path")
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise StoreError(
+                f"store {self.path} has owner {found.st_uid} and mode "
+                f"{stat.S_IMODE(found.st_mode):04o}, expected owner {os.geteuid()} and mode 0600: "
+                "others could command this job's agents; chmod 600 it, or name another path"
+            )
+        return found.st_dev, found.st_ino
+
+    def _prepare(self) -> None:
+        """Sets the file up, or finds it set up. Several processes may do so at once."""
+        deadline_s = time.monotonic() + OPEN_S
+        while True:
+            try:
+                return self._prepare_once()
+            except _Locked:
+                # Changing the journal mode fails at once, without SQLite's own patience, where
+                # another process does it at this moment.
+                if time.monotonic() >= deadline_s:
+                    raise
+                time.sleep(POLL_S)
+
+    def _prepare_once(self) -> None:
+        with self._transaction("DEFERRED"):
+            ours = self._check_schema()
+        with _mapped_errors(self.path):
+            (mode,) = self._connection.execute("PRAGMA journal_mode = WAL").fetchone()
+            self._connection.execute("PRAGMA synchronous = NORMAL")
+        if mode != "wal":
+            raise StoreError(
+                f"store {self.path}: its file system gives no write-ahead log (journal mode is "
+                f"{mode}): name a file on a local disk"
+            )
+        if ours:
+            return
+        with self._transaction("IMMEDIATE") as connection:
+            if self._check_schema():
+                return
+            for statement in SCHEMA:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def _check_schema(self) -> bool:
+        """Whether the tables are there; False if the database is empty, an error if not ours."""
+        execute = self._connection.execute
+        (application,) = execute("PRAGMA application_id").fetchone()
+        (version,) = execute("PRAGMA user_version").fetchone()
+        (tables,) = execute("SELECT count(*) FROM sqlite_master").fetchone()
+        if application == 0 and tables == 0:
+            return False
+        if application != APPLICATION_ID:
+            raise StoreError(
+                f"store {self.path} is a database of another application (id {application:#x}, "
+                f"{tables} tables): name another path"
+            )
+        if version != SCHEMA_VERSION:
+            raise StoreError(
+                f"store {self.path} has schema version {version}, this jaxft expects "
+                f"{SCHEMA_VERSION}: run the same version on all agents, or stop them and delete it"
+            )
+        return True
+
+    # Reading and writing, within a transaction
+
+    @contextlib.contextmanager
+    def _transaction(self, kind: str) -> Iterator[sqlite3.Connection]:
+        with self._lock, _mapped_errors(self.path):
+            self._check_same_file()
+            self._connection.execute(f"BEGIN {kind}")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def _check_same_file(self) -> None:
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            found = None
+        if found is None or (found.st_dev, found.st_ino) != self._file_id:
+            raise StoreError(
+                f"store {self.path} was deleted or replaced while in use, so agents may see "
+                "different stores: restart the agents"
+            )
+
+    def _snapshot(self) -> tuple[dict[str, Entry], dict[str, Pulse], int]:
+        """All entries of the job, the pulses of those that are leases, the store's revision."""
+        entries: dict[str, Entry] = {}
+        pulses: dict[str, Pulse] = {}
+        for key, value, revision, owner, counter, ttl_s in self._connection.execute(
+            "SELECT key, value, revision, owner, counter, ttl_s FROM entries WHERE job = ?",
+            (self._job,),
+        ):
+            entries[key] = Entry(value, revision, owner is not None)
+            if owner is not None:
+                pulses[key] = Pulse(owner, counter, ttl_s)
+        return entries, pulses, self._revision()
+
+    def _revision(self) -> int:
+        (revision,) = self._connection.execute("SELECT revision FROM store").fetchone()
+        assert isinstance(revision, int)
+        return revision
+
+    def _next_revision(self) -> int:
+        self._connection.execute("UPDATE store SET revision = revision + 1")
+        return self._revision()
+
+    def _write(self, put: Mapping[str, bytes], delete: Iterable[str]) -> None:
+        revision = self._next_revision()
+        self._connection.executemany(
+            "REPLACE INTO entries (job, key, value, revision) VALUES (?, ?, ?, ?)",
+            [(self._job, key, bytes(value), revision) for key, value in put.items()],
+        )
+        self._connection.executemany(
+            "DELETE FROM entries WHERE job = ? AND key = ?", [(self._job, key) for key in delete]
+        )
+
+    def _expire(self, dead: Mapping[str, Pulse]) -> None:
+        deleted = 0
+        for key, pulse in dead.items():
+            deleted += self._connection.execute(
+                "DELETE FROM entries WHERE job = ? AND key = ? AND owner = ? AND counter = ?",
+                (self._job, key, pulse.owner, pulse.counter),
+            ).rowcount
+        if deleted:
+            self._next_revision()
+
+    def _moved(self) -> bool:
+        """Whether the revision is another than at the last read; cheap when nobody wrote."""
+        with self._lock, _mapped_errors(self.path):
+            self._check_same_file()
+            (data_version,) = self._connection.execute("PRAGMA data_version").fetchone()
+            if data_version == self._data_version:
+                return False
+            if self._revision() != self._seen:
+                return True
+            self._data_version = data_version
+            return False
+
+    # What a lease does with its row, if the row still is its own
+
+    def _tick(self, key: str, owner: str) -> bool:
+        with self._transaction("IMMEDIATE") as connection:
+            return _touched(
+                connection.execute(
+                    "UPDATE entries SET counter = counter + 1 "
+                    "WHERE job = ? AND key = ? AND owner = ?",
+                    (self._job, key, owner),
+                )
+            )
+
+    def _rewrite(self, key: str, owner: str, value: bytes) -> bool:
+        with self._transaction("IMMEDIATE") as connection:
+            return _touched(
+                connection.execute(
+                    "UPDATE entries SET value = ?, revision = ? "
+                    "WHERE job = ? AND key = ? AND owner = ?",
+                    (bytes(value), self._next_revision(), self._job, key, owner),
+                )
+            )
+
+    def _drop(self, key: str, owner: str) -> None:
+        with self._transaction("IMMEDIATE") as connection:
+            connection.execute(
+                "DELETE FROM entries WHERE job = ? AND key = ? AND owner = ?",
+                (self._job, key, owner),
+            )
+            self._next_revision()
+
+
+class SqliteLease:
+    """A `Lease`: a row whose counter its owner keeps counting."""
+
+    def __init__(self, store: SqliteStore, key: str, owner: str) -> None:
+        self.key = key
+        self._owner = owner
+        self._store = store
+
+    def renew(self) -> bool:
+        return self._store._tick(self.key, self._owner)
+
+    def update(self, value: bytes) -> bool:
+        return self._store._rewrite(self.key, self._owner, value)
+
+    def release(self) -> None:
+        self._store._drop(self.key, self._owner)
+
+
+class _Locked(StoreError):
+    """Another process holds the file's lock for longer than this one may wait."""
+
+
+@contextlib.contextmanager
+def _mapped_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.Error as error:
+        # The low byte is the primary result code (sqlite.org/rescode.html).
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            raise _Locked(
+                f"store {path} is locked by another process for longer than {BUSY_S} s: look for "
+                "a stopped process that has it open"
+            ) from error
+        if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+            raise StoreError(
+                f"store {path} is damaged or not a SQLite database ({error}): stop the agents and "
+                "delete it with its -wal and -shm files, or name another path; no snapshot is "
+                "lost by that"
+            ) from error
+        raise StoreError(f"store {path}: {error}") from error
+
+
+def _touched(cursor: sqlite3.Cursor) -> bool:
+    return cursor.rowcount == 1
+
+
+def _mount_table() -> str:
+    try:
+        return Path("/proc/self/mounts").read_text(errors="surrogateescape")
+    except OSError:
+        return ""

@@ -1,0 +1,85 @@
+"""The event log: what happened, one JSON object a line, a file a process.
+
+Every line has `t` (seconds since the epoch), `host`, `role` ("agent", "smp", "rank", "launcher"),
+`pid`, `event`, and the event's own fields. A line is written with one system call, so that a reader
+never sees half of one unless the writer died in it; such a line is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+
+
+class EventLog:
+    """Appends events of one process; without a directory it does nothing.
+
+    Args:
+        directory: where the files are; made if missing.
+        host: name of the host.
+        role: what this process is.
+    """
+
+    def __init__(self, directory: Path | None, *, host: str, role: str) -> None:
+        self.host = host
+        self.role = role
+        self._fd: int | None = None
+        if directory is not None:
+            directory.mkdir(parents=True, exist_ok=True)
+            path = directory / f"{host}-{role}-{os.getpid()}.jsonl"
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def emit(self, event: str, **fields: object) -> None:
+        """Appends one event."""
+        if self._fd is None:
+            return
+        line = {
+            "t": time.time(),
+            "host": self.host,
+            "role": self.role,
+            "pid": os.getpid(),
+            "event": event,
+            **fields,
+        }
+        os.write(self._fd, (json.dumps(line, default=str) + "\n").encode())
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class EventReader:
+    """Follows the event logs of a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._offsets: dict[Path, int] = {}
+
+    def poll(self) -> list[Event]:
+        """The events that were written since the last call, in the order of their time."""
+        fresh: list[Event] = []
+        for path in sorted(self.directory.glob("*.jsonl")):
+            fresh += self._read(path)
+        return sorted(fresh, key=lambda event: float(event["t"]))
+
+    def _read(self, path: Path) -> Iterator[Event]:
+        start = self._offsets.get(path, 0)
+        with path.open("rb") as file:
+            file.seek(start)
+            data = file.read()
+        end = data.rfind(b"\n") + 1
+        self._offsets[path] = start + end
+        for line in data[:end].splitlines():
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and "t" in event and "event" in event:
+                yield event
