@@ -6,8 +6,12 @@ of shape () is ((), ()) and holds one element.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -46,12 +50,13 @@ def intersect(one: Box, other: Box) -> Box | None:
     return start, stop
 
 
-def slices(box: Box, origin: Sequence[int]) -> tuple[slice, ...]:
-    """The index of the box in an array whose first element is at `origin`."""
-    return tuple(
+def within(array: np.ndarray[Any, Any], origin: Sequence[int], box: Box) -> np.ndarray[Any, Any]:
+    """A view of the box in an array whose first element is at `origin`."""
+    cut = [
         slice(begin - zero, end - zero)
         for begin, end, zero in zip(box[0], box[1], origin, strict=True)
-    )
+    ]
+    return array[(*cut, ...)]  # with the ellipsis, what has no dimensions stays an array
 
 
 def cut_rows(box: Box, parts: int) -> list[Box]:
@@ -62,6 +67,4 @@ def cut_rows(box: Box, parts: int) -> list[Box]:
     (first, *start), (last, *stop) = box
     rows = last - first
     edges = [first + rows * part // parts for part in range(parts + 1)]
-    return [
-        ((begin, *start), (end, *stop)) for begin, end in zip(edges[:-1], edges[1:], strict=True)
-    ]
+    return [((begin, *start), (end, *stop)) for begin, end in itertools.pairwise(edges)]

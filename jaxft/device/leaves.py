@@ -3,8 +3,8 @@
 The rules:
 - A leaf is found by its structured path, never by a joined string: `{"a.b": x}` and
   `{"a": {"b": x}}` have different paths, and so have the keys 1 and "1".
-- Arrays are bytes, in C order, exactly as the dtype lays them out; nothing is ever cast. Elements of
-  less than a byte take one byte each, with the high bits zero.
+- Arrays are bytes, in C order, exactly as the dtype lays them out; nothing is ever cast. Elements
+  of less than a byte take one byte each, with the high bits zero.
 - Scalars that are no arrays (Python's and NumPy's, str, bytes) are encoded by type, without pickle.
 - What cannot come back the same is refused, by path, before anything is saved.
 """
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -110,14 +111,14 @@ def describe(path: Path, leaf: Any) -> Leaf:
     if type(leaf) in _LITERALS:
         return Leaf(path=path, kind="literal", shape=(), dtype=type(leaf).__name__)
     raise ConfigError(
-        f"leaf {show(path)} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which cannot be "
-        "saved: leaves are jax.Array, numpy.ndarray, NumPy scalars, int, float, bool, complex, str, "
-        "bytes or None; take it out of the tree, or pass it as extras"
+        f"leaf {show(path)} is a {type(leaf).__module__}.{type(leaf).__qualname__}, which cannot "
+        "be saved: leaves are jax.Array, numpy.ndarray, NumPy scalars, int, float, bool, complex, "
+        "str, bytes or None; take it out of the tree, or pass it as extras"
     )
 
 
 def _describe_array(path: Path, leaf: jax.Array | jax.ShapeDtypeStruct) -> Leaf:
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         impl = _key_impl(leaf)
         if not isinstance(impl, str):
             raise ConfigError(
@@ -125,7 +126,7 @@ def _describe_array(path: Path, leaf: jax.Array | jax.ShapeDtypeStruct) -> Leaf:
                 "be saved; use one that has a name, for example threefry2x32"
             )
         return Leaf(path=path, kind="key", shape=leaf.shape, dtype="uint32", impl=impl)
-    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
         raise ConfigError(f"leaf {show(path)}: arrays of {leaf.dtype} cannot be saved")
     return Leaf(
         path=path,
@@ -147,7 +148,7 @@ def _key_impl(leaf: jax.Array | jax.ShapeDtypeStruct) -> Any:
 @functools.lru_cache
 def _key_words(impl: str) -> tuple[int, ...]:
     """The dimensions that the key data of one key of this implementation has."""
-    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape
+    return tuple(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape)
 
 
 def stored_shape(leaf: Leaf) -> tuple[int, ...]:
@@ -172,8 +173,8 @@ def _dtype_name(path: Path, dtype: np.dtype[Any]) -> str:
     if hasattr(ml_dtypes, dtype.name):
         return dtype.name
     raise ConfigError(
-        f"leaf {show(path)}: arrays of dtype {dtype} cannot be saved; use numbers, or take the leaf "
-        "out of the tree"
+        f"leaf {show(path)}: arrays of dtype {dtype} cannot be saved; use numbers, or take the "
+        "leaf out of the tree"
     )
 
 

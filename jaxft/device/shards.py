@@ -6,9 +6,9 @@ The rules:
   replicated over hosts costs each of them 1/R of it.
 - A shard of at most SMALL_BYTES has one owner; owners take turns.
 - A leaf that lives on one process's own devices only (a step counter made by `jnp.zeros`, a NumPy
-  array) is the process's own copy of what every process has: one process saves it; they take turns.
-- The plan is a pure function of shapes, dtypes, shardings and the numbers of processes. Every process
-  computes it for the whole world, and its digest is equal on all of them, or their trees differ.
+  array) is its own copy of what every process has: one process saves it; they take turns.
+- The plan is a pure function of shapes, dtypes, shardings and the processes. Every process computes
+  it for the whole world, and its digest is equal on all of them, or their trees differ.
 - `jax.ShapeDtypeStruct`s give the same plan as the arrays they stand for.
 
 A part holds the ranges by device, so that the bytes of one device are next to each other.
@@ -25,20 +25,19 @@ import jax
 import msgspec
 import numpy as np
 import xxhash
+from jax import Device
 
-from jaxft.device.boxes import Box, count, cut_rows, from_index, sides, whole
+from jaxft.device.boxes import Box, count, cut_rows, from_index, whole
 from jaxft.device.leaves import describe, element, flatten, show, stored_shape
 from jaxft.errors import ConfigError
 from jaxft.group.manifest import ALIGN, Leaf, Range, align
 
 SMALL_BYTES = 64 * 1024
 
-Device = jax.Device
-
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """The processes of the world: this one's number, how many there are, and whose device is whose."""
+    """The processes of the world: this one's number, how many there are, whose device is whose."""
 
     index: int
     count: int
@@ -58,8 +57,8 @@ class Processes:
 class Owned:
     """A range that this process saves: rows `rows` of the shard of a leaf that `device` holds.
 
-    `device` is None for a NumPy leaf, and for a struct without a sharding; `shard` is the box of the
-    shard, in the leaf's stored elements. `rows` is None where the whole shard is owned.
+    `device` is None for a NumPy leaf, and for a struct without a sharding; `shard` is the box of
+    the shard, in the leaf's stored elements. `rows` is None where the whole shard is owned.
     """
 
     range: Range
@@ -93,10 +92,15 @@ class Plan:
 
 @dataclass(frozen=True)
 class _Shard:
-    """One distinct shard of a leaf, and the devices that hold it (None: the host itself)."""
+    """One distinct shard of a leaf, and the devices that hold it, process by process.
+
+    `in_turn` has the same devices, one of each process and then the next of each, so that turns go
+    round the processes. Both are (None,) where it is the host that holds it.
+    """
 
     box: Box
     holders: tuple[Device | None, ...]
+    in_turn: tuple[Device | None, ...]
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ class _Planner:
     def __init__(self, processes: Processes) -> None:
         self.cuts: list[_Cut] = []
         self._processes = processes
-        self._global: dict[tuple[Any, ...], list[_Shard]] = {}
+        self._placements: dict[tuple[Any, ...], tuple[int, list[_Shard]]] = {}
         self._turns = {"process": 0, "small": 0, "rows": 0}
         self._hash = xxhash.xxh3_128(msgspec.msgpack.encode(processes.count))
 
@@ -148,52 +152,44 @@ class _Planner:
         if leaf.kind == "literal":
             return
         sharding = None if leaf.kind == "numpy" else value.sharding
-        shape = stored_shape(leaf)
-        if self._is_local(leaf, sharding):
+        itemsize = element(leaf).itemsize
+        if sharding is None or self._is_local(leaf, sharding):
             self._hash.update(b"local")
             owner = self._turn("process") % self._processes.count
-            shards = _shards(sharding, shape, self._by_process)
-            mine = owner == self._processes.index
+            shards = _shards(sharding, leaf, self._processes.of)
+            self._cut(number, shards, itemsize, mine=owner == self._processes.index)
         else:
-            shards = self._global_shards(sharding, shape)
-            mine = True
-        self._cut(number, shards, element(leaf).itemsize, mine)
+            self._cut(number, self._global_shards(sharding, leaf), itemsize, mine=True)
 
-    def _is_local(self, leaf: Leaf, sharding: Any) -> bool:
+    def _is_local(self, leaf: Leaf, sharding: jax.sharding.Sharding) -> bool:
         """Whether every process has this leaf to itself."""
-        if sharding is None:
-            return True
         owners = {self._processes.of(device) for device in sharding.device_set}
         if self._processes.index not in owners:
             raise ConfigError(
                 f"leaf {show(leaf.path)} has no shard on process {self._processes.index} of "
-                f"{self._processes.count}, only on processes {sorted(owners)[:8]}: every leaf needs "
-                "a sharding over all processes; give it one that covers the whole mesh"
+                f"{self._processes.count}, only on processes {sorted(owners)[:8]}: every leaf "
+                "needs a sharding over all processes; give it one that covers the whole mesh"
             )
         return len(owners) == 1
 
-    def _global_shards(self, sharding: Any, shape: tuple[int, ...]) -> list[_Shard]:
-        known = self._global.get((sharding, shape))
-        if known is None:
-            known = self._global[sharding, shape] = _shards(sharding, shape, self._by_process)
-            holders = [
-                (shard.box, [(self._processes.of(d), d.id) for d in shard.holders if d])
-                for shard in known
-            ]
-            self._hash.update(msgspec.msgpack.encode(holders))
-        else:
-            # The digest has this placement already: where it was first used says which one it is.
-            self._hash.update(str(list(self._global).index((sharding, shape))).encode())
-        return known
+    def _global_shards(self, sharding: jax.sharding.Sharding, leaf: Leaf) -> list[_Shard]:
+        key = (sharding, leaf.shape, stored_shape(leaf))
+        if key not in self._placements:
+            shards = _shards(sharding, leaf, self._processes.of)
+            self._placements[key] = (len(self._placements), shards)
+            self._hash.update(msgspec.msgpack.encode([self._identify(shard) for shard in shards]))
+        number, shards = self._placements[key]
+        self._hash.update(msgspec.msgpack.encode(number))
+        return shards
 
-    def _by_process(self, device: Device) -> tuple[int, int]:
-        return self._processes.of(device), device.id
+    def _identify(self, shard: _Shard) -> tuple[Any, ...]:
+        return shard.box, [(self._processes.of(d), d.id) for d in shard.holders if d is not None]
 
     def _turn(self, whose: str) -> int:
         self._turns[whose] += 1
         return self._turns[whose] - 1
 
-    def _cut(self, number: int, shards: list[_Shard], itemsize: int, mine: bool) -> None:
+    def _cut(self, number: int, shards: list[_Shard], itemsize: int, *, mine: bool) -> None:
         """Gives every byte of the shards an owner and keeps what is this process's.
 
         All distinct shards of one leaf have the same size and number of holders, or nearly, so that
@@ -211,52 +207,49 @@ class _Planner:
 
     def _owners(self, shard: _Shard, small: bool, turn: int) -> list[tuple[Device | None, Box]]:
         holders = shard.holders
-        if len(holders) == 1:
-            return [(holders[0], shard.box)]
-        if small or not shard.box[0]:
-            spread = _interleave([d for d in holders if d is not None], self._processes.of)
-            return [(spread[turn % len(spread)], shard.box)]
+        if small or not shard.box[0] or len(holders) == 1:
+            return [(shard.in_turn[turn % len(holders)], shard.box)]
         # Rows that are left over, or fewer rows than holders, fall on others the next time.
         first = turn % len(holders)
         rotated = holders[first:] + holders[:first]
         return list(zip(rotated, cut_rows(shard.box, len(holders)), strict=True))
 
 
-def _shards(sharding: Any, shape: tuple[int, ...], order: Callable[[Device], Any]) -> list[_Shard]:
-    """The distinct shards of an array, by box, each with its holders in order."""
+def _shards(sharding: Any, leaf: Leaf, process_of: Callable[[Device], int]) -> list[_Shard]:
+    """The distinct shards of an array, ordered by box."""
     if sharding is None:
-        return [_Shard(whole(shape), (None,))]
+        return [_Shard(whole(stored_shape(leaf)), (None,), (None,))]
     holders: dict[Box, list[Device]] = {}
-    for device, box in device_boxes(sharding, shape).items():
+    for device, box in device_boxes(sharding, leaf).items():
         holders.setdefault(box, []).append(device)
-    return [_Shard(box, tuple(sorted(holders[box], key=order))) for box in sorted(holders)]
+    shards = []
+    for box in sorted(holders):
+        devices = sorted(holders[box], key=lambda device: (process_of(device), device.id))
+        shards.append(_Shard(box, tuple(devices), tuple(_interleave(devices, process_of))))
+    return shards
 
 
-def device_boxes(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> dict[Device, Box]:
-    """Which box of an array each device holds.
+def device_boxes(sharding: jax.sharding.Sharding, leaf: Leaf) -> dict[Device, Box]:
+    """Which box of a leaf's stored elements each device of the world holds.
 
-    A sharding of PRNG keys says nothing of the dimensions that their key data adds: those are whole.
+    A sharding of PRNG keys leaves out the dimensions that their key data adds: those are whole.
     """
-    dims = shape[: _rank(sharding, shape)]
+    stored = stored_shape(leaf)
     return {
-        device: from_index(index or (), shape)
-        for device, index in sharding.devices_indices_map(dims).items()
+        device: from_index(index, stored)
+        for device, index in sharding.devices_indices_map(leaf.shape).items()
     }
 
 
-def _rank(sharding: jax.sharding.Sharding, shape: tuple[int, ...]) -> int:
-    return len(shape)
-
-
-def _interleave(holders: list[Device], process_of: Callable[[Device], int]) -> list[Device]:
-    """One device of each process, then the next of each, so that turns go round the processes."""
+def _interleave(devices: list[Device], process_of: Callable[[Device], int]) -> list[Device]:
+    """One device of each process, then the next of each."""
     seen: dict[int, int] = {}
-    keyed = []
-    for device in holders:
+    nth = []
+    for device in devices:
         process = process_of(device)
-        seen[process] = seen.get(process, 0) + 1
-        keyed.append((seen[process], process, device))
-    return [device for _, _, device in sorted(keyed, key=lambda item: item[:2])]
+        nth.append((seen.get(process, 0), process))
+        seen[process] = nth[-1][0] + 1
+    return [device for _, device in sorted(zip(nth, devices, strict=True), key=lambda it: it[0])]
 
 
 def _lay_out(cuts: Sequence[_Cut], leaves: Sequence[Leaf]) -> tuple[tuple[Owned, ...], int]:
@@ -306,13 +299,10 @@ class PlanCache:
 
 
 def _signature(leaf: Any) -> Hashable:
-    """All that the plan takes from a leaf."""
-    try:
-        return leaf.aval, leaf.sharding
-    except AttributeError:
-        pass
+    """All that the plan takes from a leaf. Arrays and their structs have the same."""
     if isinstance(leaf, (np.ndarray, np.generic)):
         return type(leaf), leaf.shape, leaf.dtype
-    if isinstance(leaf, jax.ShapeDtypeStruct):
+    try:
         return leaf.shape, leaf.dtype, leaf.sharding, leaf.weak_type
-    return type(leaf)
+    except AttributeError:  # a key array has no weak type, a literal has none of them
+        return type(leaf), *(getattr(leaf, name, None) for name in ("shape", "dtype", "sharding"))

@@ -50,6 +50,13 @@ class Frozen(_Value, frozen=True):
     generation: int
 
 
+class SlotSpoiled(_Value, frozen=True):
+    """The manifests in this slot are damaged: it holds nothing that can be used."""
+
+    slot: int
+    reason: str
+
+
 class Heard(_Value, frozen=True):
     """A message of this generation from `sender` (a host's name)."""
 
@@ -284,6 +291,7 @@ Event = (
     Ticked
     | EnterWanted
     | Frozen
+    | SlotSpoiled
     | Heard
     | RankJoined
     | RankRestored

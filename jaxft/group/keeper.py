@@ -185,6 +185,9 @@ class Keeper:
                 return self._enter(generation)
             case e.Frozen(number):
                 return self._froze(number)
+            case e.SlotSpoiled(number, _):
+                self._set_slot(number, Slot())
+                return [e.WriteLedger(self.ledger)]
             case e.Heard(sender, body):
                 return self._heard(sender, body)
             case e.RankJoined(rank, options):

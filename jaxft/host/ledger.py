@@ -21,9 +21,9 @@ Order of a write, in the bank that does not hold the newest record:
     1. marker = BUSY        2. payload        3. bytes 8 to 32        4. marker = WHOLE
 
 The marker is one aligned word, stored at once, so a death leaves EMPTY, BUSY or WHOLE and nothing
-else; any two of them differ in at least 30 bits. WHOLE with a wrong checksum, or any other marker, is
-therefore damage and never a write cut short. That the bank with the flipped byte held the older
-record is not assumed, since its number cannot be trusted: damage anywhere is reported.
+else; any two of them differ in at least 30 bits. WHOLE with a wrong checksum, or any other marker,
+is therefore damage and never a write cut short. The number in a damaged bank cannot be trusted, so
+nothing says that it held the older record: damage in either bank is reported.
 
 One process at a time uses a ledger: the one that owns the memory, or after it is known dead, its
 successor.

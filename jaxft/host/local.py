@@ -25,6 +25,7 @@ Rules:
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -128,7 +129,7 @@ class LocalChannel:
             self.close()
             raise
         except OSError as error:
-            self.close()
+            # Not closed: what the other side sent before its end is still to be taken.
             raise ChannelClosed(f"process {self._peer_pid} is gone: {error}") from error
         finally:
             self._sending.release()
@@ -327,7 +328,9 @@ class LocalListener:
     def _bind(self, address: str) -> None:
         try:
             self._socket.bind(address)
-        except OSError:
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or not self._path.is_socket():
+                raise ConfigError(f"cannot listen at {address}: {error}") from error
             if _is_alive(address):
                 raise JobInUse(
                     f"another process listens at {address}: this job already runs on this host. "

@@ -2,8 +2,8 @@
 
 Rules:
 
-- An `Arena` is a file without a name, held by descriptors alone. It lives for as long as any process
-  holds a descriptor or a mapping, and nothing is left behind after the last one.
+- An `Arena` is a file without a name. It lives for as long as any process holds a descriptor or a
+  mapping of it, and nothing is left behind after the last one.
 - One process grows an arena: the one that owns the host's memory. Everyone else who was told of
   the growth calls `ensure` with the new size, which then only maps what is there.
 - An arena never shrinks, and a view that was handed out stays valid for as long as it is
@@ -288,7 +288,8 @@ def _cgroup_directories(root: Path) -> Iterator[Path]:
     mounted and which of its directories is seen there (in a container often not its top); see
     proc(5) and cgroups(7).
     """
-    v1, v2 = None, None
+    v1: str | None = None
+    v2: str | None = None
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -300,15 +301,15 @@ def _cgroup_directories(root: Path) -> Iterator[Path]:
         seen, mounted_at = mount.split()[3:5]
         filesystem, _, options = kind.split()[:3]
         if filesystem == "cgroup2":
-            path = v2
+            group = v2
         elif filesystem == "cgroup" and "memory" in options.split(","):
-            path = v1
+            group = v1
         else:
             continue
-        if path is None:
+        if group is None:
             continue
         top = root / mounted_at.lstrip("/")
-        inside = Path(path)
+        inside = Path(group)
         below = inside.relative_to(seen) if inside.is_relative_to(seen) else Path()
         yield from (top / part for part in (below, *below.parents))
 

@@ -83,6 +83,12 @@ class WantManifests(msgspec.Struct, frozen=True, kw_only=True, tag="want_manifes
     id: SnapshotId
 
 
+class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
+    """Rank: my part of a snapshot is `nbytes` long. Is there memory for it?"""
+
+    nbytes: int
+
+
 class WantSlot(msgspec.Struct, frozen=True, kw_only=True, tag="want_slot"):
     """Rank: this is the call of `save` that is snapshot `seq`."""
 
@@ -128,6 +134,7 @@ ClientMessage = (
     | Fetch
     | Release
     | WantManifests
+    | Reserve
     | WantSlot
     | Staged
     | StagingFailed
@@ -156,6 +163,12 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     """To a client that has no business here; the connection ends after it."""
 
     reason: str
+
+
+class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved"):
+    """There is memory for it; or `error` says what is missing and what to do."""
+
+    error: str = ""
 
 
 class PlanTold(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
@@ -239,6 +252,7 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True, tag="inspection"):
 ServerMessage = (
     Welcome
     | Refused
+    | Reserved
     | PlanTold
     | ManifestsTold
     | Fetched

@@ -5,11 +5,12 @@ and one conformance test holds for both.
 
 Rules:
 
-- Control messages are small and may be lost, doubled or overtaken, above all around reconnects. What
-  they say is therefore state, and is said again until it is acknowledged. Sending never waits.
+- Control messages are small and may be lost, doubled or overtaken, above all around reconnects.
+  What they say is therefore state, said again until it is acknowledged. Sending never waits.
 - Bulk reads are idempotent: bytes at an offset of something with a key. A read is asked for again
   when its server is silent, until the server has been silent for too long.
 - Bytes that were read are not checked here: whoever reads has the manifest, and checks against it.
+- Nor are messages: whoever receives decodes, and throws away what is no message of the protocol.
 - An `Endpoint` belongs to one thread, as does a read in progress. `wake` may be called from any.
 """
 

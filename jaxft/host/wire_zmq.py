@@ -53,8 +53,10 @@ from jaxft.host.wire import (
 
 _log = logging.getLogger(__name__)
 
-# Messages queued for one receiver. More than a round of the protocol ever has under way.
+# What is queued for one receiver at most: messages (more than a round of the protocol ever has
+# under way), and bytes of large ones, since a host that is gone is told them again and again.
 _SEND_QUEUE = 64
+_SEND_QUEUE_BYTES = 32 << 20
 _RECEIVE_QUEUE = 256
 # Receivers that an endpoint holds sockets for; the one used longest ago makes room.
 PEERS_MAX = 4096
@@ -106,7 +108,8 @@ class ZmqNetwork(Network):
         return ZmqBulkReader(self._context)
 
     def close(self) -> None:
-        self._context.term()
+        # Also what was left open, since waiting for it to be closed could take for ever.
+        self._context.destroy()
 
 
 def check_address(address: str) -> None:
@@ -135,6 +138,32 @@ def check_address(address: str) -> None:
         )
 
 
+class _Outbox:
+    """The socket for one receiver, and the large messages that it still holds."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+        self.socket = _socket(context, zmq.PUSH)
+        self.socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
+        self.socket.connect(address)
+        self._large: list[tuple[zmq.MessageTracker, int]] = []
+
+    def send(self, payload: bytes) -> bool:
+        """Whether there was room."""
+        self._large = [(tracker, size) for tracker, size in self._large if not tracker.done]
+        held_bytes = sum(size for _, size in self._large)
+        try:
+            if len(payload) < zmq.COPY_THRESHOLD:
+                self.socket.send(payload, zmq.NOBLOCK)
+            elif held_bytes and held_bytes + len(payload) > _SEND_QUEUE_BYTES:
+                return False
+            else:
+                tracker = self.socket.send(payload, zmq.NOBLOCK, copy=False, track=True)
+                self._large.append((tracker, len(payload)))
+        except zmq.Again:
+            return False
+        return True
+
+
 class ZmqEndpoint(Endpoint):
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], hint: str) -> None:
         self._context = context
@@ -142,7 +171,7 @@ class ZmqEndpoint(Endpoint):
         self._inbox.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         self._inbox.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
         self._address = _bind(self._inbox, hint)
-        self._outboxes: OrderedDict[str, zmq.Socket[bytes]] = OrderedDict()
+        self._outboxes: OrderedDict[str, _Outbox] = OrderedDict()
         self._waker = Waker()
         self._dropped = 0
 
@@ -159,10 +188,7 @@ class ZmqEndpoint(Endpoint):
             raise ProtocolError(
                 f"a message to {address} has {len(payload)} bytes, at most {MESSAGE_BYTES_MAX} go"
             )
-        try:
-            self._outbox(address).send(payload, zmq.NOBLOCK)
-        except zmq.Again:
-            self._dropped += 1
+        self._dropped += not self._outbox(address).send(payload)
 
     def receive(self, timeout_s: float) -> list[bytes]:
         if not self._inbox.poll(_milliseconds(timeout_s)):
@@ -173,9 +199,10 @@ class ZmqEndpoint(Endpoint):
                 frames = self._inbox.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            # A message of several frames is none of ours.
             if len(frames) == 1:
                 messages.append(frames[0])
+            else:
+                _log.warning("%s: a message of %d frames is none", self._address, len(frames))
         return messages
 
     def wait(self, fds: Iterable[int], timeout_s: float) -> list[int]:
@@ -195,25 +222,22 @@ class ZmqEndpoint(Endpoint):
     def forget(self, address: str) -> None:
         outbox = self._outboxes.pop(address, None)
         if outbox is not None:
-            outbox.close(linger=0)
+            outbox.socket.close(linger=0)
 
     def close(self) -> None:
         for outbox in self._outboxes.values():
-            outbox.close(linger=_LINGER_MS)
+            outbox.socket.close(linger=_LINGER_MS)
         self._outboxes.clear()
         self._waker.close()
         _close_bound(self._inbox, self._address)
 
-    def _outbox(self, address: str) -> zmq.Socket[bytes]:
+    def _outbox(self, address: str) -> _Outbox:
         outbox = self._outboxes.get(address)
         if outbox is None:
             check_address(address)
             if len(self._outboxes) >= PEERS_MAX:
                 self.forget(next(iter(self._outboxes)))
-            outbox = _socket(self._context, zmq.PUSH)
-            outbox.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
-            outbox.connect(address)
-            self._outboxes[address] = outbox
+            outbox = self._outboxes[address] = _Outbox(self._context, address)
         self._outboxes.move_to_end(address)
         return outbox
 
@@ -285,7 +309,7 @@ class ZmqBulkServer(BulkServer):
             return self._provider(request.key, request.offset, request.nbytes)
         except JaxftError as error:
             return Refused(str(error))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             # A fault of ours must not end the server for everybody, nor go unseen.
             _log.exception("%s: reading %r failed", self._address, request)
             return Refused(f"the server failed: {error!r}")
@@ -508,18 +532,13 @@ def _bind(socket: zmq.Socket[bytes], hint: str) -> str:
 
 
 def _close_bound(socket: zmq.Socket[bytes], address: str) -> None:
-    """Closes a listening socket, and waits for a Unix socket's file to go.
-
-    ZeroMQ removes the file in the background. A successor that listens there before that would lose
-    its own.
-    """
+    """Closes a listening socket and removes a Unix socket's file, which ZeroMQ leaves."""
     if socket.closed:
         return
     socket.close()
     scheme, _, path = address.partition("://")
-    deadline = time.monotonic() + 1.0
-    while scheme == "ipc" and Path(path).exists() and time.monotonic() < deadline:
-        time.sleep(0.001)
+    if scheme == "ipc":
+        Path(path).unlink(missing_ok=True)
 
 
 def _milliseconds(seconds: float) -> int:

@@ -99,7 +99,7 @@ class EtcdStore:
 
     def lease(self, key: str, value: bytes, ttl_s: float) -> EtcdLease:
         assert ttl_s > 0
-        granted = self._gateway.tell("/lease/grant", {"TTL": math.ceil(ttl_s), "ID": 0})
+        granted = self._gateway.ask("/lease/grant", {"TTL": math.ceil(ttl_s), "ID": 0})
         lease = EtcdLease(self, key, int(granted["ID"]))
         try:
             self._transaction([], [self._put(key, value, lease.number)])
@@ -187,7 +187,7 @@ class _Gateway:
         self._lock = threading.Lock()  # held for at most REQUEST_S an endpoint
 
     def ask(self, path: str, body: dict[str, Any]) -> Any:
-        """Sends what may arrive twice: a read, a renewal, a revocation."""
+        """Sends what may arrive twice: all but transactions (a lease granted for nobody lapses)."""
         return self._send(path, body, may_repeat=True)
 
     def tell(self, path: str, body: dict[str, Any]) -> Any:

@@ -52,12 +52,11 @@ SCHEMA = (
     "INSERT INTO store VALUES (1, 0)",
 )
 
-NETWORK_FILE_SYSTEMS = frozenset(
-    "9p afs beegfs ceph cifs coda glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs panfs pvfs2 "
-    "smb smb2 smb3 smbfs virtiofs vboxsf wekafs".split()
-)
 # What mounts through FUSE is a network or an object store, with few exceptions.
-LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.lxcfs"})
+NETWORK_FILE_SYSTEM = re.compile(
+    r"9p|afs|beegfs|ceph|cifs|coda|fuse|fuse\.(?!fuse-overlayfs$|lxcfs$).*|glusterfs|gpfs|lustre|"
+    r"ncpfs|nfs4?|ocfs2|orangefs|panfs|pvfs2|smb[23]?|smbfs|vboxsf|virtiofs|wekafs"
+)
 
 
 def network_file_system(path: Path, mounts: str) -> str | None:
@@ -77,8 +76,7 @@ def network_file_system(path: Path, mounts: str) -> str | None:
         # The later of two mounts on one point hides the earlier.
         if path.is_relative_to(point) and len(point.parts) >= depth:
             kind, depth = fields[2], len(point.parts)
-    fuse = kind == "fuse" or (kind.startswith("fuse.") and kind not in LOCAL_FUSE)
-    return kind if fuse or kind in NETWORK_FILE_SYSTEMS else None
+    return kind if NETWORK_FILE_SYSTEM.fullmatch(kind) else None
 
 
 class SqliteStore:
@@ -98,7 +96,7 @@ class SqliteStore:
         self._look_s = 0.0  # when the leases have to be looked at again, monotonic
         self._seen: int | None = None  # the store's revision at the last read
         self._data_version: int | None = None  # at which the revision was still `_seen`
-        # Held for one transaction, which has SQLite's own deadline.
+        # Held for a read or a write: SQLite's own deadline bounds these.
         self._lock = threading.RLock()
         self._refuse_network(_mount_table() if mounts is None else mounts)
         self._file_id = self._own_file()

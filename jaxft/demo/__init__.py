@@ -1,0 +1,1 @@
+"""The demo: real training, real failures, and a table of what they cost."""

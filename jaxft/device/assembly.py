@@ -1,0 +1,409 @@
+"""Assembly: the way back from the bytes of a snapshot to a tree of arrays.
+
+Nothing here knows where the bytes come from: `match` finds out what belongs where, `needs` says
+which bytes this process has to have, and `assemble` asks a reader for them.
+
+The rules:
+- Leaves are found by path. Shape, dtype and kind must be the target's; nothing is cast or padded.
+- The target's mesh may be any: what a device needs is looked up by index, not by rank or device.
+- A restored array shares no memory with what the reader returned: bytes are copied into fresh
+  buffers, which JAX may then take over without a copy.
+- Arrays come back with the target's sharding; uncommitted ones, and structs without a sharding,
+  come back uncommitted on the default device. Literals come from the first host's manifest.
+- Weak types come back for scalars that this process addresses fully. Other weakly typed arrays come
+  back strongly typed with the same bytes (JAX has no way to make them); a step may be traced anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax import Device
+from jax.sharding import SingleDeviceSharding
+
+from jaxft.device.boxes import Box, count, intersect, sides, whole, within
+from jaxft.device.leaves import decode_literal, describe, element, flatten, show, stored_shape
+from jaxft.device.shards import device_boxes
+from jaxft.errors import RestoreError, TreeMismatch
+from jaxft.group.manifest import ALIGN, CHUNK, Leaf, Manifest, Path
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+# (host index, offset in its segment, bytes) -> these bytes, checked. Called for pieces of `needs`.
+Read = Callable[[int, int, int], Bytes]
+
+# Bytes of arrays that may be on their way to the devices at the same time.
+IN_FLIGHT_BYTES = 256 * 1024 * 1024
+
+NAMED_MAX = 5
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A box of a leaf that a host has: `nbytes` at `offset` of its segment."""
+
+    host: int
+    offset: int
+    nbytes: int
+    box: Box
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Where the bytes of a snapshot's leaves are, in all segments.
+
+    Attributes:
+        leaves: the leaves, as the first host's manifest describes them.
+        stored: for each leaf, its boxes on all hosts.
+        part_ends: for each host, the (base, end) of its parts, which reads are not extended over.
+    """
+
+    leaves: tuple[Leaf, ...]
+    stored: tuple[tuple[Stored, ...], ...]
+    part_ends: dict[int, tuple[tuple[int, int], ...]]
+
+    @classmethod
+    def of(cls, manifests: Iterable[Manifest]) -> Table:
+        """Reads the manifests of all hosts of one snapshot."""
+        ordered = sorted(manifests, key=lambda manifest: manifest.host)
+        leaves = ordered[0].leaves
+        stored: list[list[Stored]] = [[] for _ in leaves]
+        for manifest in ordered:
+            for part in manifest.parts:
+                for piece in part.ranges:
+                    place = part.base + piece.offset
+                    box = (piece.start, piece.stop)
+                    stored[piece.leaf].append(Stored(manifest.host, place, piece.nbytes, box))
+        return cls(
+            leaves=leaves,
+            stored=tuple(map(tuple, stored)),
+            part_ends={
+                manifest.host: tuple(
+                    (part.base, part.base + part.length) for part in manifest.parts
+                )
+                for manifest in ordered
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """Bytes to be read for a box: whole rows `box` of a stored box."""
+
+    host: int
+    offset: int
+    nbytes: int
+    box: Box
+
+
+@dataclass(frozen=True)
+class Fill:
+    """A box that this process needs, where its elements come from, and the devices that want it.
+
+    `devices` is (None,) where the array is NumPy's or uncommitted.
+    """
+
+    box: Box
+    sources: tuple[Source, ...]
+    devices: tuple[Device | None, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One leaf to be restored: what it is in the snapshot, and what `like` wants it to be."""
+
+    leaf: Leaf
+    like: Any
+    fills: tuple[Fill, ...]
+
+
+@dataclass(frozen=True)
+class Targets:
+    """A whole tree to be restored, matched with a snapshot."""
+
+    targets: tuple[Target, ...]
+    treedef: jax.tree_util.PyTreeDef
+    part_ends: dict[int, tuple[tuple[int, int], ...]]
+
+
+def match(like: Any, table: Table, *, strict: bool = True) -> Targets:
+    """Finds every leaf of `like` in the snapshot, and the bytes that this process needs of it.
+
+    Args:
+        like: a tree of arrays or `ShapeDtypeStruct`s with shardings on the mesh of now, NumPy
+            arrays and literals.
+        table: the snapshot.
+        strict: False ignores leaves of the snapshot that `like` does not have.
+
+    Raises:
+        TreeMismatch: a leaf that is missing, too many, or of another shape, dtype or kind.
+        RestoreError: the snapshot's manifests do not cover a leaf.
+    """
+    with_path, treedef = flatten(like)
+    numbers = {leaf.path: number for number, leaf in enumerate(table.leaves)}
+    _check_paths([path for path, _ in with_path], numbers, strict)
+    targets = []
+    for path, value in with_path:
+        leaf = table.leaves[numbers[path]]
+        _check_leaf(leaf, describe(path, value))
+        targets.append(Target(leaf, value, _fills(leaf, value, table.stored[numbers[path]])))
+    return Targets(tuple(targets), treedef, table.part_ends)
+
+
+def _check_paths(wanted: Sequence[Path], numbers: dict[Path, int], strict: bool) -> None:
+    missing = [path for path in wanted if path not in numbers]
+    extra = sorted(numbers.keys() - set(wanted), key=numbers.__getitem__) if strict else []
+    problems = []
+    if missing:
+        problems.append(f"the snapshot lacks {len(missing)} of the target: {_name(missing)}")
+    if extra:
+        problems.append(f"the target lacks {len(extra)} of the snapshot: {_name(extra)}")
+    if problems:
+        raise TreeMismatch(
+            "the target's leaves are not the snapshot's: " + "; ".join(problems) + ". Restore into "
+            "a tree of the same structure as the one that was saved"
+        )
+
+
+def _name(paths: Sequence[Path]) -> str:
+    shown = ", ".join(show(path) for path in paths[:NAMED_MAX])
+    return shown + (", ..." if len(paths) > NAMED_MAX else "")
+
+
+def _check_leaf(found: Leaf, expected: Leaf) -> None:
+    name = show(found.path)
+    for what in ("kind", "dtype", "impl", "shape"):
+        wanted, have = getattr(expected, what), getattr(found, what)
+        if wanted != have:
+            raise TreeMismatch(
+                f"leaf {name}: the target expects {_summary(expected)}, the snapshot has "
+                f"{_summary(found)}: another {what}. Nothing is cast, cut or padded; make the "
+                "target match, or convert after restoring"
+            )
+    if found.kind == "array" and jax.dtypes.canonicalize_dtype(element(found)) != element(found):
+        raise TreeMismatch(
+            f"leaf {name} is {found.dtype}, which JAX would make "
+            f"{jax.dtypes.canonicalize_dtype(element(found)).name}: set jax_enable_x64"
+        )
+
+
+def _summary(leaf: Leaf) -> str:
+    if leaf.kind == "literal":
+        return f"a literal {leaf.dtype}"
+    dtype = f"key<{leaf.impl}>" if leaf.kind == "key" else leaf.dtype
+    return f"{leaf.kind} {dtype}{list(leaf.shape)}"
+
+
+def _is_uncommitted(like: Any) -> bool:
+    return like.sharding is None or not getattr(like, "committed", True)
+
+
+def _fills(leaf: Leaf, like: Any, stored: Sequence[Stored]) -> tuple[Fill, ...]:
+    if leaf.kind == "literal":
+        return ()
+    edges = np.array([piece.box for piece in stored], np.int64)
+    edges = edges.reshape(len(stored), 2, len(stored_shape(leaf)))
+    fills = []
+    for box, devices in _wanted(leaf, like).items():
+        # Worlds are large: only the few boxes that overlap are looked at one by one.
+        overlap = ((edges[:, 0] < box[1]) & (edges[:, 1] > box[0])).all(axis=1)
+        near = [stored[number] for number in np.flatnonzero(overlap).tolist()]
+        fills.append(Fill(box, _sources(leaf, box, near), tuple(devices)))
+    return tuple(fills)
+
+
+def _wanted(leaf: Leaf, like: Any) -> dict[Box, list[Device | None]]:
+    """The boxes of a leaf that this process needs, and the devices that each is for."""
+    if leaf.kind == "numpy" or _is_uncommitted(like):
+        return {whole(stored_shape(leaf)): [None]}
+    wanted: dict[Box, list[Device | None]] = {}
+    here = like.sharding.addressable_devices
+    for device, box in device_boxes(like.sharding, leaf).items():
+        if device in here:
+            wanted.setdefault(box, []).append(device)
+    if not wanted:
+        raise TreeMismatch(
+            f"leaf {show(leaf.path)}: the target's sharding has no device of this process "
+            f"({jax.process_index()}): {like.sharding}. Give it one over the whole mesh"
+        )
+    return wanted
+
+
+def _sources(leaf: Leaf, needed: Box, stored: Sequence[Stored]) -> tuple[Source, ...]:
+    """The rows of stored boxes that hold a box. Each element is stored once: counting is proof."""
+    sources = []
+    covered = 0
+    for piece in stored:
+        common = intersect(piece.box, needed)
+        if common is not None:
+            covered += count(common)
+            sources.append(_rows_with(piece, common, element(leaf).itemsize))
+    if covered != count(needed):
+        raise RestoreError(
+            f"leaf {show(leaf.path)}: the snapshot's manifests cover {covered} of the "
+            f"{count(needed)} elements of {needed}; a host's manifest is missing or damaged"
+        )
+    return tuple(sources)
+
+
+def _rows_with(piece: Stored, common: Box, itemsize: int) -> Source:
+    """The whole rows of a stored box that have all of `common`."""
+    start, stop = piece.box
+    if not start:
+        return Source(piece.host, piece.offset, piece.nbytes, piece.box)
+    row = count(((0, *start[1:]), (1, *stop[1:]))) * itemsize
+    first, last = common[0][0], common[1][0]
+    box = ((first, *start[1:]), (last, *stop[1:]))
+    offset = piece.offset + (first - start[0]) * row
+    return Source(piece.host, offset, (last - first) * row, box)
+
+
+def needs(targets: Targets) -> dict[int, list[tuple[int, int]]]:
+    """The bytes that this process needs, by host.
+
+    Returns:
+        For each host index, ascending (offset, bytes) pieces of its segment that do not overlap.
+        They are extended to whole CHUNKs of a part, so that each can be checked.
+    """
+    wanted: dict[int, list[tuple[int, int]]] = {}
+    for target in targets.targets:
+        for fill in target.fills:
+            for source in fill.sources:
+                piece = _whole_chunks(source, targets.part_ends[source.host])
+                wanted.setdefault(source.host, []).append(piece)
+    return {
+        host: [(start, end - start) for start, end in _join(pieces)]
+        for host, pieces in sorted(wanted.items())
+    }
+
+
+def _whole_chunks(source: Source, parts: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    part_end = next(end for base, end in parts if base <= source.offset < end)
+    start = source.offset // CHUNK * CHUNK
+    end = -(-(source.offset + source.nbytes) // CHUNK) * CHUNK
+    return start, min(end, part_end)
+
+
+def _join(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Joins (start, end) pieces that overlap or touch."""
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(pieces):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def assemble(targets: Targets, read: Read) -> Any:
+    """Builds the tree. When it returns, nothing of it depends on what `read` returned.
+
+    Args:
+        targets: what to restore.
+        read: gives any piece within `needs(targets)`, checked; what it returns is copied.
+    """
+    flight = _Flight()
+    restored = [_restore(target, read, flight) for target in targets.targets]
+    flight.land()
+    return jax.tree_util.tree_unflatten(targets.treedef, restored)
+
+
+class _Flight:
+    """Arrays on their way to the devices, bounded, since each holds its host buffer until then."""
+
+    def __init__(self) -> None:
+        self._arrays: list[jax.Array] = []
+        self._bytes = 0
+
+    def add(self, array: jax.Array, nbytes: int) -> None:
+        self._arrays.append(array)
+        self._bytes += nbytes
+        if self._bytes > IN_FLIGHT_BYTES:
+            self.land()
+
+    def land(self) -> None:
+        for array in self._arrays:
+            array.block_until_ready()
+        self._arrays.clear()
+        self._bytes = 0
+
+
+def _restore(target: Target, read: Read, flight: _Flight) -> Any:
+    leaf, like = target.leaf, target.like
+    if leaf.kind == "literal":
+        return decode_literal(leaf)
+    if leaf.kind == "numpy":
+        return _fill(leaf, target.fills[0], read)
+    arrays = []
+    for fill in target.fills:
+        buffer = _fill(leaf, fill, read)
+        for number, device in enumerate(fill.devices):
+            # One buffer a device: JAX takes a buffer over where it can.
+            own = buffer if number == 0 else _copy(buffer)
+            arrays.append(_put(own, device, like))
+            flight.add(arrays[-1], own.nbytes)
+    array: jax.Array = arrays[0]
+    if not _is_uncommitted(like):
+        array = jax.make_array_from_single_device_arrays(stored_shape(leaf), like.sharding, arrays)
+    if leaf.kind == "key":
+        return jax.random.wrap_key_data(array, impl=leaf.impl)
+    return _weaken(array, like) if leaf.weak_type else array
+
+
+def _put(buffer: np.ndarray[Any, Any], device: Device | None, like: Any) -> jax.Array:
+    where = None
+    if device is not None:
+        where = SingleDeviceSharding(device, memory_kind=like.sharding.memory_kind)
+    array: jax.Array = jax.device_put(buffer, where)
+    return array
+
+
+def _weaken(array: jax.Array, like: Any) -> jax.Array:
+    """The same scalar, weakly typed, where JAX can make it: from a Python scalar."""
+    if array.ndim or not array.is_fully_addressable:
+        return array
+    weak: jax.Array = jax.device_put(array.item())
+    if not _is_uncommitted(like):
+        weak = jax.device_put(weak, like.sharding)
+    # The payload of a NaN does not always survive being a Python float.
+    same = weak.dtype == array.dtype and np.asarray(weak).tobytes() == np.asarray(array).tobytes()
+    return weak if same else array
+
+
+def _fill(leaf: Leaf, fill: Fill, read: Read) -> np.ndarray[Any, Any]:
+    """A fresh array of the box, filled."""
+    dtype = element(leaf)
+    filled = _empty(sides(fill.box), dtype)
+    raw = filled.view(_opaque(dtype))
+    for source in fill.sources:
+        data = read(source.host, source.offset, source.nbytes)
+        rows = data.view(_opaque(dtype)).reshape(sides(source.box))
+        common = intersect(source.box, fill.box)
+        assert common is not None, "a source has elements of the box it is for"
+        np.copyto(within(raw, fill.box[0], common), within(rows, source.box[0], common))
+    return filled
+
+
+def _opaque(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """A dtype of the same size whose elements NumPy copies without looking at them."""
+    return np.dtype(
+        f"u{dtype.itemsize}" if dtype.itemsize in (1, 2, 4, 8) else f"V{dtype.itemsize}"
+    )
+
+
+def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """Uninitialised memory at a multiple of ALIGN, which JAX's CPU devices take over as it is."""
+    nbytes = count(whole(shape)) * dtype.itemsize
+    memory = np.empty(nbytes + ALIGN, np.uint8)
+    start = -memory.ctypes.data % ALIGN
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def _copy(buffer: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    copied = _empty(buffer.shape, buffer.dtype)
+    np.copyto(copied.view(_opaque(buffer.dtype)), buffer.view(_opaque(buffer.dtype)))
+    return copied

@@ -1,0 +1,569 @@
+"""Who is in the world: one agent's decision from what it sees in the store, with the reason.
+
+Theory of operation. There is no leader. Every agent looks at the same records (`records`) and
+decides by the same rules; what is written is conditional on what was seen, so of two agents that
+decide at the same time one is refused, looks again, and finds that the other has done it.
+
+    no generation --Form--> generation n --Enter, by each member--> its ranks run
+         generation n --DeclareFault--> every agent: KillRanks --Form--> generation n + 1
+         generation n --all ranks done--> Finish;   failures in vain, or too few hosts --> Finish
+
+Rules
+- A generation that has a fault never runs again. The first fault written is the cause, except that
+  the loss of a host replaces what other hosts saw of it first.
+- A new generation is formed from hosts whose ranks of the last one are seen dead: each member says
+  so in its record (`left`), or is another incarnation of its agent, or has lost its lease, or is
+  left out because it has said neither for `ack_s`.
+- It contains a host of the last one (whose ranks are dead, so that the last world cannot go on), or
+  waits until all of their leases have been gone for longer than a cut-off member trains on.
+- Hosts keep their places from generation to generation, and so ranks keep their numbers; a newcomer
+  takes the place of a lost host.
+- Durations are counted by `Observer` from what it saw itself. When it has not looked for
+  `late_s`, it was paused, it or the machine, and all counts begin again: a pause expires nobody.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+import msgspec
+
+from jaxft.group.placement import form_groups
+from jaxft.group.records import (
+    DONE,
+    END,
+    FAULT,
+    GENERATION,
+    HOST,
+    PROGRESS,
+    Fault,
+    HostRecord,
+    JobEnd,
+    View,
+)
+from jaxft.group.world import Code, Generation, Member
+
+# Failures that a restart may or may not mend; the others are losses, after which it does.
+FAILURES = frozenset({"rank_exited", "rank_killed", "left_behind", "smp_report"})
+LOSSES = frozenset({"host_lost", "memory_lost", "agent_restarted"})
+BACKOFF_S_MAX = 30.0
+FAULTS_KEPT = 16
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """What the job asks of its world.
+
+    `settle_s`: how long the set of hosts must stay the same before a world of fewer than
+    `hosts_max` is formed. `agent_grace_s`: how long a host whose SMP answers without an agent is
+    waited for. `cut_off_s`: how long a member that does not reach the store may train on, killing
+    its ranks included. `form_timeout_s`: how long too few hosts are waited on. `exit_grace_s`: how
+    long after the first rank the last one may end. `ack_s`: how long a member may take to kill its
+    ranks. `late_s`: see the module. `restarts_max`: failures in a row without a newer snapshot.
+    `early_s`: a script that fails sooner than this, twice in a row and before anything was
+    restored, fails always. `steady_s`: a generation that ran longer was no failure in vain.
+    """
+
+    job: str
+    code: Code
+    hosts_min: int = 1
+    hosts_max: int = 1
+    settle_s: float = 3.0
+    agent_grace_s: float = 10.0
+    cut_off_s: float = 70.0
+    form_timeout_s: float = 300.0
+    exit_grace_s: float = 30.0
+    ack_s: float = 15.0
+    late_s: float = 2.5
+    restarts_max: int = 3
+    early_s: float = 60.0
+    steady_s: float = 600.0
+
+
+class Exit(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank ended; `code` is negative for a signal."""
+
+    rank: int
+    code: int
+    lived_s: float = 0.0
+    tail: str = ""
+
+
+class Me(msgspec.Struct, frozen=True, kw_only=True):
+    """What the deciding agent knows of its own host.
+
+    `entered` is the generation it has entered last, `running` the one whose ranks it has not yet
+    seen dead (0: none), `exits` are those of its ranks that ended by themselves. `report` is what
+    its SMP, as the root, says is wrong with `entered`: (host, reason). `answers` says of hosts
+    without an agent whether their SMP can still be reached.
+    """
+
+    host: str
+    agent: str
+    entered: int = 0
+    running: int = 0
+    exits: tuple[Exit, ...] = ()
+    report: tuple[str, str] | None = None
+    answers: Mapping[str, bool] = {}
+
+
+# ------------------------------------------------------------------------------ decisions
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """Nothing is to be done. Whether the SMPs of the members in `probe` answer would help."""
+
+    reason: str
+    probe: tuple[Member, ...] = ()
+
+
+class Form(msgspec.Struct, frozen=True):
+    """Write the generation, if the revisions in `expect` still hold; its reason is in it."""
+
+    generation: Generation
+    expect: Mapping[str, int | None]
+    delete: tuple[str, ...]
+    reason: str
+
+
+class Enter(msgspec.Struct, frozen=True):
+    """Take part in the generation: start the ranks of the host with this index (None: it only lends
+    its memory)."""
+
+    generation: Generation
+    index: int | None
+    reason: str
+
+
+class KillRanks(msgspec.Struct, frozen=True):
+    """No rank of this host may live on; then say in its record that `generation` is left."""
+
+    generation: int
+    reason: str
+
+
+class DeclareFault(msgspec.Struct, frozen=True):
+    """Write the fault, if the record still has the revision `expect`."""
+
+    fault: Fault
+    expect: int | None
+    reason: str
+
+
+class ReportDone(msgspec.Struct, frozen=True):
+    """Say that these ranks ended well."""
+
+    generation: int
+    ranks: tuple[int, ...]
+    reason: str
+
+
+class Finish(msgspec.Struct, frozen=True):
+    """The job is over: write it, if it is not there yet (`known`), and end."""
+
+    end: JobEnd
+    known: bool
+    reason: str
+
+
+Decision = Wait | Form | Enter | KillRanks | DeclareFault | ReportDone | Finish
+
+
+class Observer:
+    """Decides for one agent, and remembers since when it has seen what it sees."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self._since: dict[str, tuple[object, float]] = {}
+        self._asked: set[str] = set()
+        self._now_s = -math.inf
+
+    def decide(self, view: View, me: Me, now_s: float, nonce: str) -> Decision:
+        """What the agent `me` is to do now.
+
+        Args:
+            view: what it has just read.
+            now_s: monotonic time of reading.
+            nonce: random, for the generation that it may form.
+        """
+        if now_s - self._now_s > self.rules.late_s:
+            self._since.clear()
+        self._now_s = now_s
+        self._asked = set()
+        decision = self._decide(view, me, nonce)
+        self._since = {key: self._since[key] for key in self._asked}
+        return decision
+
+    def _held_s(self, what: str, value: object) -> float:
+        """For how long `what` has had this value under the observer's eyes."""
+        self._asked.add(what)
+        known = self._since.get(what)
+        if known is None or known[0] != value:
+            known = self._since[what] = (value, self._now_s)
+        return self._now_s - known[1]
+
+    def _decide(self, view: View, me: Me, nonce: str) -> Decision:
+        if view.end is not None:
+            return Finish(view.end, True, view.end.reason)
+        generation = view.generation
+        if generation is None:
+            return self._form(view, me, nonce)
+        if me.running not in (0, generation.number):
+            reason = f"generation {generation.number} has replaced generation {me.running}"
+            return KillRanks(me.running, reason)
+        found = find_fault(view, me) or self._left_behind(view)
+        known = view.fault
+        if found is not None and (
+            known is None or (found.kind in LOSSES and known.kind in FAILURES)
+        ):
+            revision = view.revisions.get(f"{FAULT}{found.generation}")
+            if known is not None:
+                detail = f"{found.detail} (first seen as: {known.detail})"
+                found = msgspec.structs.replace(found, detail=detail)
+            return DeclareFault(found, revision, found.detail)
+        if known is None:
+            return self._live(view, me, generation)
+        if me.running or me.host in unacknowledged(view):
+            return KillRanks(generation.number, known.detail)
+        end = give_up(view, self.rules)
+        return Finish(end, False, end.reason) if end is not None else self._form(view, me, nonce)
+
+    # -------------------------------------------------------------------- a world that lives
+
+    def _left_behind(self, view: View) -> Fault | None:
+        generation = view.generation
+        assert generation is not None
+        if not 0 < len(view.done) < generation.rank_count:
+            return None
+        if self._held_s("some done", generation.number) <= self.rules.exit_grace_s:
+            return None
+        rank = min(set(range(generation.rank_count)) - view.done)
+        member = host_of(generation, rank)
+        detail = (
+            f"rank {rank} on {member.host} still runs {self.rules.exit_grace_s:g} s after the "
+            f"first rank has ended with status 0 (ranks that did: {_numbers(view.done)})"
+        )
+        return Fault(
+            generation=generation.number,
+            host=member.host,
+            kind="left_behind",
+            detail=detail,
+            rank=rank,
+        )
+
+    def _live(self, view: View, me: Me, generation: Generation) -> Decision:
+        number = generation.number
+        if len(view.done) == generation.rank_count:
+            reason = f"all {generation.rank_count} ranks ended with status 0"
+            end = JobEnd(kind="finished", reason=reason, generation=number)
+            return Finish(end, False, reason)
+        done = tuple(gone.rank for gone in me.exits if gone.code == 0)
+        if me.running == number and not view.done.issuperset(done):
+            return ReportDone(number, done, f"ranks {_numbers(done)} ended with status 0")
+        index = generation.index_of(me.host)
+        member = me.host in {one.host for one in (*generation.hosts, *generation.holders)}
+        if member and me.entered != number:
+            return Enter(generation, index, generation.reason)
+        if member:
+            return Wait(f"generation {number} runs")
+        record = view.hosts.get(me.host)
+        if record is not None and record.snapshot is not None and number not in view.progress:
+            detail = (
+                f"{me.host} came with memory of snapshot {record.snapshot} before generation "
+                f"{number} had settled"
+            )
+            fault = Fault(
+                generation=number, host=me.host, kind="memory_returned", detail=detail
+            )
+            return DeclareFault(fault, None, detail)
+        return Wait(f"generation {number} runs without this host, which is a spare")
+
+    # -------------------------------------------------------------------- forming a world
+
+    def _form(self, view: View, me: Me, nonce: str) -> Decision:
+        rules, last = self.rules, view.generation
+        busy = unacknowledged(view)
+        if busy and self._held_s("busy", (last and last.number, busy)) < rules.ack_s:
+            return Wait(f"{_names(busy)} still has ranks of the last generation to kill")
+        ready = {host: record for host, record in view.hosts.items() if host not in busy}
+        gone = [m for m in last.hosts if m.host not in view.hosts] if last is not None else []
+        gone_s = self._held_s("gone", frozenset(member.agent for member in gone))
+        probe = tuple(member for member in gone if member.host not in me.answers)
+        if last is not None and not any(member.host in ready for member in last.hosts):
+            left_s = rules.cut_off_s - gone_s
+            if busy or left_s > 0:
+                return Wait(
+                    f"no host of generation {last.number} is there, and it may live on without the "
+                    f"store for {max(0.0, left_s):.0f} s more",
+                    probe,
+                )
+        pause_s = backoff_s(view, rules)
+        if last is not None and self._held_s("fault", last.number) < pause_s:
+            return Wait(f"{pause_s:.0f} s pause after repeated failures")
+        settled_s = self._held_s("ready", frozenset((r.host, r.agent) for r in ready.values()))
+        if len(ready) >= rules.hosts_max:
+            return form(view, ready, gone, me, rules, nonce, f"{rules.hosts_max} hosts are there")
+        there = f"{len(ready)} of {rules.hosts_min} to {rules.hosts_max} hosts are there"
+        if len(ready) < rules.hosts_min:
+            return self._too_few(there, gone, probe)
+        wait_s = rules.settle_s - settled_s
+        if any(me.answers.get(member.host, True) for member in gone):
+            wait_s = max(wait_s, rules.agent_grace_s - gone_s)
+        if wait_s > 0:
+            return Wait(f"{there}, {wait_s:.0f} s left for others to come", probe)
+        return form(view, ready, gone, me, rules, nonce, f"{there} and nobody else came")
+
+    def _too_few(self, there: str, gone: list[Member], probe: tuple[Member, ...]) -> Decision:
+        left_s = self.rules.form_timeout_s - self._held_s("too few", True)
+        missing = f"; gone: {_names(m.host for m in gone)}" if gone else ""
+        if left_s > 0:
+            return Wait(f"{there}{missing}; the job fails in {left_s:.0f} s", probe)
+        reason = (
+            f"{there}{missing}, and no more came within {self.rules.form_timeout_s:g} s: start "
+            "`jaxft run` on more hosts, or allow fewer with --hosts MIN:MAX"
+        )
+        return Finish(JobEnd(kind="world", reason=reason), False, reason)
+
+
+# ------------------------------------------------------------------------------ what is wrong
+
+
+def find_fault(view: View, me: Me) -> Fault | None:
+    """What keeps the newest generation from going on, as far as can be seen at once."""
+    generation = view.generation
+    assert generation is not None
+    number = generation.number
+    for member in (*generation.hosts, *generation.holders):
+        holder = generation.index_of(member.host) is None
+        if holder or _ranks_of(generation, member) <= view.done:
+            continue
+        lost = _lost(member, view.hosts.get(member.host), me)
+        if lost is not None:
+            kind, detail = lost
+            return Fault(generation=number, host=member.host, kind=kind, detail=detail)
+    if me.running == number:
+        for gone in me.exits:
+            if gone.code != 0:
+                return rank_fault(number, me.host, gone)
+    if me.report is not None and me.entered == number:
+        host, reason = me.report
+        return Fault(generation=number, host=host, kind="smp_report", detail=f"{host}: {reason}")
+    return None
+
+
+def _lost(member: Member, record: HostRecord | None, me: Me) -> tuple[str, str] | None:
+    """Is this member what it was when the generation was formed? Kind and detail if not."""
+    if record is None:
+        # An agent that has lost its own lease registers again; whether it is lost, others say.
+        if member.host == me.host:
+            return None
+        return "host_lost", f"{member.host} is lost: its lease has ended"
+    if record.arena != member.arena:
+        return "memory_lost", f"{member.host} is lost: it came back with new memory"
+    if record.agent != member.agent:
+        return "agent_restarted", f"the agent of {member.host} was started again"
+    if record.address != member.address:
+        return "smp_moved", f"the SMP of {member.host} answers at another address"
+    return None
+
+
+def rank_fault(number: int, host: str, gone: Exit) -> Fault:
+    how = f"status {gone.code}" if gone.code > 0 else f"signal {-gone.code}"
+    return Fault(
+        generation=number,
+        host=host,
+        kind="rank_exited" if gone.code > 0 else "rank_killed",
+        detail=f"rank {gone.rank} on {host} ended with {how} after {gone.lived_s:.1f} s",
+        rank=gone.rank,
+        code=gone.code,
+        lived_s=gone.lived_s,
+        tail=gone.tail,
+    )
+
+
+def unacknowledged(view: View) -> frozenset[str]:
+    """Live members of the faulty generation that may still have ranks of it."""
+    generation = view.generation
+    if generation is None:
+        return frozenset()
+    return frozenset(
+        member.host
+        for member in generation.hosts
+        if (record := view.hosts.get(member.host)) is not None
+        and record.agent == member.agent
+        and record.left < generation.number
+    )
+
+
+def host_of(generation: Generation, rank: int) -> Member:
+    """The host that this rank runs on."""
+    return next(m for m in generation.hosts if rank in _ranks_of(generation, m))
+
+
+def _ranks_of(generation: Generation, member: Member) -> frozenset[int]:
+    index = generation.index_of(member.host)
+    if index is None:
+        return frozenset()
+    first = generation.first_rank(index)
+    return frozenset(range(first, first + member.ranks))
+
+
+# ------------------------------------------------------------------------------ failures in vain
+
+
+def failures_in_vain(view: View, rules: Rules) -> list[Fault]:
+    """The newest failures, newest first, after which nothing newer had been protected.
+
+    Losses of hosts between them neither count nor end the row.
+    """
+    found: list[Fault] = []
+    for number in sorted(view.faults, reverse=True):
+        fault = view.faults[number]
+        if fault.kind not in FAILURES:
+            continue
+        progress = view.progress.get(number)
+        if fault.lived_s > rules.steady_s or (progress and progress.step > progress.base):
+            break
+        found.append(fault)
+    return found
+
+
+def backoff_s(view: View, rules: Rules) -> float:
+    """How long to wait before the next try: nothing after the first failure, then 1 s, 2 s, ..."""
+    count = len(failures_in_vain(view, rules))
+    return 0.0 if count < 2 else min(BACKOFF_S_MAX, 2.0 ** (count - 2))
+
+
+def give_up(view: View, rules: Rules) -> JobEnd | None:
+    """The end of a job whose restarts bring nothing."""
+    vain = failures_in_vain(view, rules)
+    if not vain:
+        return None
+    fault = vain[0]
+    early = [
+        fault.kind == "rank_exited"
+        and fault.lived_s < rules.early_s
+        and fault.generation not in view.progress
+        for fault in vain[:2]
+    ]
+    if early == [True, True]:
+        why = "twice in a row before anything was restored: the script fails whenever it is started"
+    elif len(vain) >= rules.restarts_max:
+        steps = [view.progress[one.generation].step for one in vain if one.generation in view.progress]
+        newest = max(steps, default=-1)
+        where = f"no snapshot newer than step {newest}" if newest >= 0 else "no snapshot at all"
+        why = f"{len(vain)} failures in a row brought {where}"
+    else:
+        return None
+    return JobEnd(
+        kind="world" if fault.kind == "smp_report" else "script",
+        reason=f"{fault.detail} (generation {fault.generation}); {why}",
+        generation=fault.generation,
+        host=fault.host,
+        rank=fault.rank,
+        tail=fault.tail,
+    )
+
+
+# ------------------------------------------------------------------------------ the next world
+
+
+def form(
+    view: View,
+    ready: Mapping[str, HostRecord],
+    gone: list[Member],
+    me: Me,
+    rules: Rules,
+    nonce: str,
+    there: str,
+) -> Form:
+    """The next generation, of the hosts that are `ready`; `gone` have lost their lease."""
+    last, number = view.generation, view.next_number
+    hosts = in_order(choose(view, ready, rules.hosts_max), last)
+    names = {record.host for record in hosts}
+    spares = [record for host, record in sorted(ready.items()) if host not in names]
+    lenders = [record for record in spares if has_memory(view, record)]
+    silent = [member for member in gone if me.answers.get(member.host, True)]
+    reason = there if view.fault is None else f"{view.fault.detail}; {there}"
+    generation = Generation(
+        job=rules.job,
+        number=number,
+        nonce=nonce,
+        hosts=tuple(record.member() for record in hosts),
+        groups=form_groups(len(hosts), rules.code, [record.domain for record in hosts]),
+        code=rules.code,
+        coordinator=hosts[0].coordinator,
+        holders=tuple(
+            msgspec.structs.replace(member, ranks=0)
+            for member in (*(record.member() for record in lenders), *silent)
+        ),
+        fresh=_fresh(view, hosts),
+        reason=reason,
+    )
+    keys = [f"{HOST}{record.host}" for record in (*hosts, *lenders)]
+    expect: dict[str, int | None] = {key: view.revisions.get(key) for key in keys}
+    expect[GENERATION] = view.revisions.get(GENERATION)
+    expect[END] = None
+    old = [f"{prefix}{n}" for n in range(number - FAULTS_KEPT) for prefix in (FAULT, PROGRESS)]
+    stale = [key for key in view.revisions if key in old or key.startswith(DONE)]
+    return Form(generation, expect, tuple(stale), reason)
+
+
+def choose(
+    view: View, ready: Mapping[str, HostRecord], hosts_max: int
+) -> list[HostRecord]:
+    """At most `hosts_max` hosts: those with memory first, then those of the last generation."""
+    known = {member.host for member in view.generation.hosts} if view.generation else set()
+    ranked = sorted(
+        ready.values(),
+        key=lambda r: (not has_memory(view, r), r.host not in known, _natural(r.host)),
+    )
+    return ranked[:hosts_max]
+
+
+def in_order(chosen: list[HostRecord], last: Generation | None) -> list[HostRecord]:
+    """Everybody keeps their place; newcomers take those of the lost, in order of their names."""
+    by_name = {record.host: record for record in chosen}
+    known = [member.host for member in last.hosts] if last is not None else []
+    new = sorted((r for r in chosen if r.host not in known), key=lambda r: _natural(r.host))
+    placed = []
+    for host in known:
+        if host in by_name:
+            placed.append(by_name[host])
+        elif new:
+            placed.append(new.pop(0))
+    return placed + new
+
+
+def has_memory(view: View, record: HostRecord) -> bool:
+    """Does this host hold a snapshot? Members of a generation that has settled do."""
+    if record.snapshot is not None:
+        return True
+    last = view.generation
+    return (
+        last is not None
+        and last.number in view.progress
+        and any(record.arena == member.arena for member in last.hosts)
+    )
+
+
+def _fresh(view: View, hosts: list[HostRecord]) -> bool:
+    """Is earlier memory to be ignored? Only until a generation that did so has settled."""
+    last = view.generation
+    if last is not None and last.fresh and last.number not in view.progress:
+        return True
+    return all(record.fresh and record.left == 0 for record in hosts)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts host2 before host10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _names(hosts: object) -> str:
+    return ", ".join(sorted(hosts, key=_natural))  # type: ignore[call-overload,no-any-return]
+
+
+def _numbers(ranks: object) -> str:
+    return ", ".join(str(rank) for rank in sorted(ranks))  # type: ignore[call-overload]

@@ -1,0 +1,191 @@
+"""What the agents of a job write into the store for each other, and how it is read.
+
+    host/NAME          HostRecord, under a lease: it is there while the host's agent lives
+    generation         the newest Generation; whoever replaces it says which one it replaces
+    fault/NUMBER       Fault: generation NUMBER cannot go on. The first to write it is right, except
+                       that the loss of a host replaces what was only its consequence
+    progress/NUMBER    Progress: generation NUMBER has settled, and how far its snapshots are
+    done/NUMBER/RANK   this rank of generation NUMBER ended with status 0
+    end                JobEnd: the job is over. Nothing but a new run of it replaces that
+    number             the largest generation number of earlier runs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from jaxft.errors import LaunchError
+from jaxft.group.manifest import SnapshotId
+from jaxft.group.world import Generation, Member
+
+HOST = "host/"
+GENERATION = "generation"
+FAULT = "fault/"
+PROGRESS = "progress/"
+DONE = "done/"
+END = "end"
+NUMBER = "number"
+
+
+class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A host that is there.
+
+    `agent` is random for each start of the agent, `arena` for each piece of the SMP's memory.
+    `coordinator` is a reserved port, for the case that this host becomes the first. `newest` and
+    `snapshot` are the largest generation and the newest snapshot that its memory knows of. `left`
+    is the newest generation of this agent of which no rank lives here any more. `fresh`: the run
+    was started to ignore earlier memory.
+    """
+
+    host: str
+    agent: str
+    arena: str
+    address: str
+    coordinator: str
+    ranks: int = 1
+    domain: str = ""
+    newest: int = 0
+    snapshot: SnapshotId | None = None
+    left: int = 0
+    fresh: bool = False
+
+    def member(self) -> Member:
+        return Member(
+            host=self.host,
+            agent=self.agent,
+            arena=self.arena,
+            address=self.address,
+            ranks=self.ranks,
+            domain=self.domain,
+        )
+
+
+class Fault(msgspec.Struct, frozen=True, kw_only=True):
+    """Generation `generation` cannot go on, because of `host`.
+
+    `kind` is one of
+
+        rank_exited, rank_killed   a rank ended with a status other than 0, or by a signal
+        left_behind                some ranks ended well and others did not follow
+        smp_report                 the root says that this world cannot go on
+        host_lost, memory_lost, agent_restarted, smp_moved    a member is not what it was
+        memory_returned            a host with memory came before the generation had settled
+
+    `rank` and `code` (negative: a signal) are of the rank that ended, `lived_s` is for how long it
+    ran, `tail` the last lines of its log.
+    """
+
+    generation: int
+    host: str
+    kind: str
+    detail: str
+    rank: int = -1
+    code: int = 0
+    lived_s: float = 0.0
+    tail: str = ""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """The generation has settled, going on from step `base`; `step` is of its newest committed
+    snapshot. -1: there is none."""
+
+    base: int = -1
+    step: int = -1
+
+
+class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """The job is over. `kind` is "finished", "script" (the training script is at fault) or "world"
+    (the world could not be formed, or could not go on)."""
+
+    kind: str
+    reason: str
+    generation: int = 0
+    host: str = ""
+    rank: int = -1
+    tail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.kind == "finished"
+
+
+class Entry(Protocol):
+    """What a store gives for a key."""
+
+    @property
+    def value(self) -> bytes: ...
+    @property
+    def revision(self) -> int: ...
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """All of the above as one agent sees it; `done` are ranks of `generation`."""
+
+    revisions: Mapping[str, int] = {}
+    hosts: Mapping[str, HostRecord] = {}
+    generation: Generation | None = None
+    faults: Mapping[int, Fault] = {}
+    progress: Mapping[int, Progress] = {}
+    done: frozenset[int] = frozenset()
+    end: JobEnd | None = None
+    number: int = 0
+
+    @property
+    def fault(self) -> Fault | None:
+        """What ended the newest generation, if something did."""
+        return None if self.generation is None else self.faults.get(self.generation.number)
+
+    @property
+    def next_number(self) -> int:
+        """1 + the largest generation number that anybody knows of."""
+        known = [self.number, *self.faults, *(record.newest for record in self.hosts.values())]
+        if self.generation is not None:
+            known.append(self.generation.number)
+        return 1 + max(known)
+
+
+T = TypeVar("T")
+
+
+def read_view(entries: Mapping[str, Entry]) -> View:
+    """Makes a view of everything in the store.
+
+    Raises:
+        LaunchError: a record that this version does not understand.
+    """
+    generation = None
+    if GENERATION in entries:
+        generation = _decode(GENERATION, entries[GENERATION], Generation)
+    done = f"{DONE}{generation.number}/" if generation is not None else DONE
+    hosts = [_decode(key, entries[key], HostRecord) for key in entries if key.startswith(HOST)]
+    return View(
+        revisions={key: entry.revision for key, entry in entries.items()},
+        hosts={record.host: record for record in hosts},
+        generation=generation,
+        faults=_numbered(entries, FAULT, Fault),
+        progress=_numbered(entries, PROGRESS, Progress),
+        done=frozenset(int(key[len(done) :]) for key in entries if key.startswith(done)),
+        end=_decode(END, entries[END], JobEnd) if END in entries else None,
+        number=_decode(NUMBER, entries[NUMBER], int) if NUMBER in entries else 0,
+    )
+
+
+def _numbered(entries: Mapping[str, Entry], prefix: str, kind: type[T]) -> dict[int, T]:
+    return {
+        int(key[len(prefix) :]): _decode(key, entry, kind)
+        for key, entry in entries.items()
+        if key.startswith(prefix)
+    }
+
+
+def _decode(key: str, entry: Entry, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(entry.value, type=kind)
+    except msgspec.MsgspecError as error:
+        raise LaunchError(
+            f'the store\'s record "{key}" is not one of this version of jaxft ({error}): run the '
+            "same version on all hosts, and let no other program write below this job's name"
+        ) from error

@@ -1,0 +1,287 @@
+"""Parity, and what it gives back: the holder of a fragment pulls what it is made of.
+
+`encode_share` computes the parity fragments of one host's share; `rebuild_segment` makes a lost
+segment again from the shares that are left. Both pull pieces of a few chunks from several peers at
+once, check each against its manifest while it is still in cache, and run the codec over the
+received buffers straight into their place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from jaxft.errors import ChunkDamaged, PeerUnreachable
+from jaxft.group.codec import backend, decode_matrix, encode_rows
+from jaxft.group.manifest import CHUNK, SnapshotId
+from jaxft.group.messages import Damage
+from jaxft.group.placement import LaneGeometry, clip
+from jaxft.host.layout import GroupLayout, SegmentCheck, checksums, read_key
+from jaxft.host.memory import Bytes
+from jaxft.host.wire import BulkReader, ReadRequest, Refused
+
+PIECE = 8 * CHUNK
+PEER_S = 10.0
+DEADLINE_S = 600.0
+
+
+class DamagedFragments(ChunkDamaged):
+    """Fragments that were read do not have their checksums."""
+
+    def __init__(self, damaged: frozenset[Damage], message: str) -> None:
+        super().__init__(message)
+        self.damaged = damaged
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Whom to read from.
+
+    Attributes:
+        id: the snapshot.
+        layout: the geometry of the group.
+        addresses: of the bulk servers that hold the members' shares, by place.
+        reader: reads from them.
+        cancel: set to stop.
+        names: host names by place, for messages.
+        parity_checksums: of the members' parity, by place; needed to rebuild only.
+    """
+
+    id: SnapshotId
+    layout: GroupLayout
+    addresses: Mapping[int, str]
+    reader: BulkReader
+    cancel: threading.Event
+    names: tuple[str, ...]
+    parity_checksums: Mapping[int, bytes] = field(default_factory=dict)
+
+
+class _Fragment(NamedTuple):
+    """A fragment to read: whose, and where its bytes lie there.
+
+    `start` is the offset in the segment, or in the parity region; `nbytes` what really exists.
+    """
+
+    host: int
+    start: int
+    nbytes: int
+    parity: bool
+
+
+class _Task(NamedTuple):
+    """One output fragment: the coefficients, what is read, and where the result goes."""
+
+    lane: int
+    stripe: int
+    matrix: Bytes
+    fragments: tuple[_Fragment, ...]
+    output: Bytes
+
+
+def encode_share(sources: Sources, host: int, parity: Bytes) -> bytes:
+    """Computes all parity fragments of the share of `host` into `parity`; returns its checksums.
+
+    Raises:
+        DamagedFragments: a member's bytes are not those of its manifest.
+        PeerUnreachable: a member does not answer, or no longer has the snapshot.
+        ReadCancelled: stopped.
+    """
+    layout = sources.layout
+    tasks = []
+    for number, geometry in enumerate(layout.lanes):
+        rows = encode_rows(geometry.k, geometry.m)
+        position = layout.position(host)
+        for place, (stripe, j) in enumerate(geometry.stripes_of_parity(position)):
+            base = layout.parity_bases[number] + place * geometry.fragment_bytes
+            output = parity[base : base + geometry.fragment_bytes]
+            fragments = tuple(
+                _data_fragment(layout, number, geometry, stripe, i) for i in range(geometry.k)
+            )
+            tasks.append(_Task(number, stripe, rows[j : j + 1], fragments, output))
+    _run(sources, tasks)
+    return checksums(parity)
+
+
+def rebuild_segment(sources: Sources, host: int, lost: frozenset[Damage], output: Bytes) -> None:
+    """Makes the segment of `host` again into `output`.
+
+    Args:
+        lost: fragments that cannot be used; `Damage(host)` for a whole share. Fragments of `host`
+            itself that are not among them are copied.
+
+    Raises:
+        DamagedFragments: more is damaged than was known; plan again with it.
+        ChunkDamaged: what came out is not what the manifest says.
+        PeerUnreachable, ReadCancelled: as above.
+    """
+    layout = sources.layout
+    tasks = []
+    for number, geometry in enumerate(layout.lanes):
+        position = layout.position(host)
+        start, length = layout.lane(host, number)
+        for stripe in geometry.stripes_of_data(position):
+            offset, nbytes = clip(geometry.data_range(position, stripe), length)
+            if nbytes:
+                place = output[start + offset : start + offset + nbytes]
+                tasks.append(_rebuild_task(layout, number, geometry, stripe, host, lost, place))
+    _run(sources, tasks)
+    bad = list(SegmentCheck(layout.manifests[host]).bad_chunks(0, output))
+    if bad:
+        raise ChunkDamaged(
+            f"snapshot {sources.id}: the rebuilt segment of {sources.names[host]} does not have "
+            f"its checksums at {len(bad)} chunks, the first at byte {bad[0]}"
+        )
+
+
+def _data_fragment(
+    layout: GroupLayout, number: int, geometry: LaneGeometry, stripe: int, index: int
+) -> _Fragment:
+    """Data fragment `index` of the stripe, clipped to what its host's lane really holds."""
+    position = geometry.holder(stripe, index)
+    host = layout.group.hosts[position]
+    start, length = layout.lane(host, number)
+    offset, nbytes = clip(geometry.data_range(position, stripe), length)
+    return _Fragment(host, start + offset, nbytes, parity=False)
+
+
+def _rebuild_task(
+    layout: GroupLayout,
+    number: int,
+    geometry: LaneGeometry,
+    stripe: int,
+    host: int,
+    lost: frozenset[Damage],
+    output: Bytes,
+) -> _Task:
+    def gone(index: int) -> bool:
+        holder = layout.group.hosts[geometry.holder(stripe, index)]
+        return Damage(holder) in lost or Damage(holder, number, stripe) in lost
+
+    missing = frozenset(index for index in range(geometry.n) if gone(index))
+    wanted = geometry.fragment_of(layout.position(host), stripe)
+    if wanted not in missing:
+        fragment = _data_fragment(layout, number, geometry, stripe, wanted)
+        return _Task(number, stripe, np.ones((1, 1), np.uint8), (fragment,), output)
+    have = geometry.sources(missing)
+    if have is None:
+        raise ChunkDamaged(
+            f"stripe {stripe} of lane {number}: {geometry.n - len(missing)} of {geometry.n} "
+            f"fragments are left and {geometry.k} are needed"
+        )
+    matrix = decode_matrix(geometry.k, geometry.m, have, (wanted,))
+    fragments = tuple(_any_fragment(layout, number, geometry, stripe, index) for index in have)
+    return _Task(number, stripe, matrix, fragments, output)
+
+
+def _any_fragment(
+    layout: GroupLayout, number: int, geometry: LaneGeometry, stripe: int, index: int
+) -> _Fragment:
+    if index < geometry.k:
+        return _data_fragment(layout, number, geometry, stripe, index)
+    position = geometry.holder(stripe, index)
+    offset, nbytes = geometry.parity_range(position, stripe)
+    start = layout.parity_bases[number] + offset
+    return _Fragment(layout.group.hosts[position], start, nbytes, parity=True)
+
+
+# ------------------------------------------------------------------------------ pieces
+
+
+class _Tag(NamedTuple):
+    task: int
+    at: int
+    column: int
+
+
+class _Run:
+    """Reads the pieces of all tasks and codes each as soon as all it needs is there."""
+
+    def __init__(self, sources: Sources, tasks: list[_Task]) -> None:
+        self.sources = sources
+        self.tasks = tasks
+        self.checks = {
+            host: SegmentCheck(manifest) for host, manifest in sources.layout.manifests.items()
+        }
+        self.parity_sums = {
+            host: np.frombuffer(sums, "<u8") for host, sums in sources.parity_checksums.items()
+        }
+        self.waiting: dict[tuple[int, int], dict[int, memoryview]] = {}
+        self.damaged: set[Damage] = set()
+
+    def requests(self) -> Iterator[ReadRequest[_Tag]]:
+        """Piece by piece over all tasks, every source of a piece after another."""
+        for number, task in enumerate(self.tasks):
+            for at in range(0, task.output.size, PIECE):
+                columns = self._columns(task, at)
+                if not columns:
+                    task.output[at : at + PIECE] = 0
+                for column in columns:
+                    yield self._request(number, task, at, column)
+
+    def _columns(self, task: _Task, at: int) -> list[int]:
+        """The sources that have any byte of this piece; the others are zeros there."""
+        return [c for c, fragment in enumerate(task.fragments) if fragment.nbytes > at]
+
+    def _request(self, number: int, task: _Task, at: int, column: int) -> ReadRequest[_Tag]:
+        fragment = task.fragments[column]
+        kind = "parity" if fragment.parity else "segment"
+        return ReadRequest(
+            self.sources.addresses[fragment.host],
+            read_key(kind, self.sources.id, fragment.host),
+            fragment.start + at,
+            min(PIECE, fragment.nbytes - at),
+            _Tag(number, at, column),
+        )
+
+    def take(self, tag: _Tag, answer: memoryview | Refused) -> None:
+        task = self.tasks[tag.task]
+        fragment = task.fragments[tag.column]
+        if isinstance(answer, Refused):
+            raise PeerUnreachable(
+                f"snapshot {self.sources.id}: {self.sources.names[fragment.host]} does not give "
+                f"its bytes: {answer.reason}"
+            )
+        if not self._whole(fragment, tag.at, answer):
+            self.damaged.add(Damage(fragment.host, task.lane, task.stripe))
+        pieces = self.waiting.setdefault((tag.task, tag.at), {})
+        pieces[tag.column] = answer
+        columns = self._columns(task, tag.at)
+        if len(pieces) == len(columns):
+            del self.waiting[tag.task, tag.at]
+            if not self.damaged:
+                output = task.output[tag.at : tag.at + PIECE]
+                ordered = [pieces[column] for column in columns]
+                matrix = np.ascontiguousarray(task.matrix[:, columns])
+                backend().combine_clipped(matrix, ordered, [output])
+
+    def _whole(self, fragment: _Fragment, at: int, data: memoryview) -> bool:
+        start = fragment.start + at
+        if not fragment.parity:
+            return next(self.checks[fragment.host].bad_chunks(start, data), None) is None
+        sums = self.parity_sums[fragment.host]
+        view = np.frombuffer(data, np.uint8)
+        return all(
+            xxhash.xxh3_64_intdigest(view[o : o + CHUNK].data) == sums[(start + o) // CHUNK]
+            for o in range(0, view.size, CHUNK)
+        )
+
+
+def _run(sources: Sources, tasks: list[_Task]) -> None:
+    run = _Run(sources, tasks)
+    answers = sources.reader.read_many(
+        run.requests(), peer_s=PEER_S, deadline_s=DEADLINE_S, cancel=sources.cancel
+    )
+    for tag, answer in answers:
+        run.take(tag, answer)
+    if run.damaged:
+        who = ", ".join(sorted({sources.names[damage.host] for damage in run.damaged}))
+        raise DamagedFragments(
+            frozenset(run.damaged),
+            f"snapshot {sources.id}: {len(run.damaged)} fragments on {who} do not have their "
+            "checksums; they count as lost",
+        )

@@ -1,0 +1,251 @@
+"""What the SMP does with what its own host's processes say.
+
+The agent is always let in. A rank or helper is let in when the SMP has entered its generation; one
+that comes earlier waits, one of another generation is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from typing import Any
+
+import msgspec
+
+from jaxft.errors import JaxftError, ReadCancelled
+from jaxft.group import events as e
+from jaxft.group.messages import PersistState, RankOptions
+from jaxft.host import protocol as p
+from jaxft.host.clients import Client, Clients
+from jaxft.host.driver import Driver, describe_slot
+from jaxft.host.memory import Arena
+
+_log = logging.getLogger(__name__)
+
+
+class Desk:
+    """Serves the local clients of one SMP."""
+
+    def __init__(self, driver: Driver, clients: Clients) -> None:
+        self.driver = driver
+        self.clients = clients
+        self.stopping = False
+        self.agent_seen = False
+        self._fetched: dict[tuple[int, int], Arena] = {}
+
+    def serve(self, client: Client) -> None:
+        """Handles the messages that have arrived on this connection."""
+        try:
+            for payload, fds in client.channel.drain():
+                for fd in fds:
+                    os.close(fd)
+                self._take(client, p.decode_client(payload))
+        except (JaxftError, msgspec.MsgspecError) as error:
+            _log.warning("pid %d is sent away: %s", client.channel.peer_pid, error)
+            client.tell(p.Refused(reason=str(error)))
+            client.channel.close()
+
+    def seat_waiting(self) -> None:
+        """Lets in whoever waited for the generation that has been entered by now."""
+        for client in self.clients.waiting():
+            self._seat(client)
+
+    def left(self, client: Client) -> None:
+        """A client's connection ended. When it was the agent, its ranks must not go on alone."""
+        for key in [key for key in self._fetched if key[0] == id(client)]:
+            self._fetched.pop(key).close()
+        if client.role == "agent" and client.seated and not self.stopping:
+            _log.warning("the agent (pid %d) is gone", client.channel.peer_pid)
+            self.clients.kill_writers()
+
+    # -------------------------------------------------------------------- who it is
+
+    def _take(self, client: Client, message: p.ClientMessage) -> None:
+        if isinstance(message, p.Hello):
+            client.hello = message
+            self._seat(client)
+        elif isinstance(message, p.Inspect):
+            client.tell(self._inspect())
+        elif not client.seated:
+            raise JaxftError("said something before it was let in")
+        elif client.role == "agent":
+            self._from_agent(client, message)
+        else:
+            self._from_rank(client, message)
+
+    def _seat(self, client: Client) -> None:
+        hello = client.hello
+        assert hello is not None
+        if hello.role != "agent" and not self._belongs(client, hello):
+            return
+        client.seated = True
+        shares = self.driver.shares
+        fds = [arena.fd for arena in shares.arenas]
+        client.tell(self._welcome(), fds)
+        if hello.role == "agent":
+            self.agent_seen = True
+        elif hello.role == "rank":
+            self.clients.watch_writer(client.channel.peer_pid)
+            self.driver.happen(e.RankJoined(hello.rank, hello.options or RankOptions()))
+        else:
+            order = self.driver.core.keeper.directive.persist
+            if order is not None:
+                client.tell(p.PersistTold(order=order))
+
+    def _belongs(self, client: Client, hello: p.Hello) -> bool:
+        """Whether its generation is the one entered; a later one is waited for."""
+        keeper = self.driver.core.keeper
+        generation = keeper.generation if keeper.frozen else None
+        known = self.driver.ledger.generation
+        if generation is not None and (generation.number, generation.nonce) == (
+            hello.generation,
+            hello.nonce,
+        ):
+            return True
+        if hello.generation < known or (generation is not None and hello.generation == known):
+            client.tell(
+                p.Refused(
+                    reason=f"this process belongs to generation {hello.generation}, host "
+                    f"{self.driver.host} is in generation {known}"
+                )
+            )
+            client.channel.close()
+        return False
+
+    def _welcome(self) -> p.Welcome:
+        driver = self.driver
+        ledger = driver.ledger
+        sizes = [slot.size_bytes for slot in driver.shares.slots]
+        held = [slot.id for slot in ledger.slots if slot.readable and slot.id is not None]
+        return p.Welcome(
+            host=driver.host,
+            pid=os.getpid(),
+            arena=ledger.arena,
+            address=driver.address,
+            generation=ledger.generation,
+            fds=("ledger", "slot0", "slot1"),
+            slot_sizes=(sizes[0], sizes[1]),
+            newest=max(held, default=None),
+        )
+
+    # -------------------------------------------------------------------- what it wants
+
+    def _from_agent(self, client: Client, message: p.ClientMessage) -> None:
+        match message:
+            case p.Enter():
+                self.driver.happen(e.EnterWanted(message.generation))
+            case p.Stop():
+                self.stopping = True
+            case p.HelperState():
+                self._helper_state(message)
+            case _:
+                raise JaxftError(f"an agent does not say {type(message).__name__}")
+
+    def _from_rank(self, client: Client, message: p.ClientMessage) -> None:
+        assert client.hello is not None
+        rank = client.hello.rank
+        happen = self.driver.happen
+        match message:
+            case p.Restored():
+                happen(e.RankRestored(rank, message.attempt, message.how))
+            case p.RestoreFailed():
+                happen(e.RankFailed(rank, message.attempt, message.reason, message.damaged))
+            case p.Reserve():
+                client.tell(p.Reserved(error=self.driver.reserve(message.nbytes)))
+            case p.WantSlot():
+                happen(
+                    e.SlotWanted(
+                        rank,
+                        message.seq,
+                        message.step,
+                        message.plan,
+                        message.nbytes,
+                        message.step_s,
+                    )
+                )
+            case p.Staged():
+                self.driver.part_staged(rank, message)
+            case p.StagingFailed():
+                happen(e.StagingFailed(rank, message.seq, message.reason))
+            case p.WantManifests():
+                self._manifests(client, message)
+            case p.Fetch():
+                self._fetch(client, message)
+            case p.Release():
+                arena = self._fetched.pop((id(client), message.number), None)
+                if arena is not None:
+                    arena.close()
+            case p.HelperState():
+                self._helper_state(message)
+            case _:
+                raise JaxftError(f"a rank does not say {type(message).__name__}")
+
+    def _helper_state(self, message: p.HelperState) -> None:
+        state = PersistState(
+            number=message.number,
+            state=message.state,
+            coordinator=message.coordinator,
+            detail=message.detail,
+        )
+        self.driver.happen(e.PersistProgressed(state))
+
+    def _manifests(self, client: Client, message: p.WantManifests) -> None:
+        recall = self.driver.recall_for(message.id)
+
+        def work(cancel: threading.Event) -> tuple[bytes, ...]:
+            recall.cancel = cancel
+            manifests = recall.manifests()
+            return tuple(msgspec.msgpack.encode(manifests[host]) for host in sorted(manifests))
+
+        def done(result: Any, error: BaseException | None) -> None:
+            if isinstance(error, ReadCancelled):
+                return
+            if error is not None:
+                damaged = tuple(sorted(getattr(error, "damaged", ())))
+                client.tell(p.ManifestsTold(id=message.id, damaged=damaged, error=str(error)))
+            else:
+                client.tell(p.ManifestsTold(id=message.id, manifests=result))
+
+        self.driver.jobs.start("manifests", work, done)
+
+    def _fetch(self, client: Client, message: p.Fetch) -> None:
+        recall = self.driver.recall_for(message.id)
+
+        def work(cancel: threading.Event) -> tuple[Arena, tuple[int, ...]]:
+            recall.cancel = cancel
+            return recall.fetch(message.extents)
+
+        def done(result: Any, error: BaseException | None) -> None:
+            number = message.number
+            if isinstance(error, ReadCancelled):
+                return
+            if error is not None:
+                damaged = tuple(sorted(getattr(error, "damaged", ())))
+                client.tell(p.Fetched(number=number, damaged=damaged, error=str(error)))
+                return
+            arena, offsets = result
+            self._fetched[id(client), number] = arena
+            told = p.Fetched(number=number, offsets=offsets, size_bytes=arena.size_bytes)
+            client.tell(told, [arena.fd])
+
+        self.driver.jobs.start("fetch", work, done)
+
+    def _inspect(self) -> p.Inspection:
+        driver = self.driver
+        ledger = driver.ledger
+        keeper = driver.core.keeper
+        return p.Inspection(
+            values={
+                "host": driver.host,
+                "pid": os.getpid(),
+                "arena": ledger.arena,
+                "boots": ledger.boots,
+                "address": driver.address,
+                "generation": ledger.generation,
+                "settled": int(ledger.settled and keeper.frozen),
+                "committed": str(ledger.committed) if ledger.committed is not None else "",
+                "root": int(driver.core.root is not None),
+                "slots": [describe_slot(slot) for slot in ledger.slots],
+            }
+        )

@@ -1,0 +1,438 @@
+"""Performs the effects of a host's core, and turns what happens into its events.
+
+This is the only place where the protocol meets sockets, memory and threads. It belongs to the SMP's
+loop; whatever takes time is a job.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from jaxft.errors import JaxftError, MemoryLimitError, ReadCancelled
+from jaxft.faults import reach
+from jaxft.group import events as e
+from jaxft.group.host import HostCore
+from jaxft.group.manifest import Leaf, Manifest, SnapshotId
+from jaxft.group.messages import Damage, Envelope, Ledger, ManifestNotice, Plan, Segment, Slot
+from jaxft.group.root import Timing
+from jaxft.group.world import World
+from jaxft.host import protocol as p
+from jaxft.host.clients import Clients
+from jaxft.host.coding import Sources, encode_share
+from jaxft.host.jobs import Jobs
+from jaxft.host.layout import GroupBlob, GroupLayout
+from jaxft.host.memory import available_bytes, check_fits
+from jaxft.host.recall import Recall, bulk_address, control_address
+from jaxft.host.shares import Shares, whole_manifest
+from jaxft.host.wire import Endpoint, Network
+
+_log = logging.getLogger(__name__)
+SPARE_BYTES = 64 << 20
+
+
+class Driver:
+    """One host's core with its hands.
+
+    Args:
+        job, host: names.
+        address: "control,bulk" of this SMP.
+        shares: its memory.
+        network, endpoint: to other SMPs.
+        clients: to this host's processes.
+        timing: the root's patience.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: str,
+        host: str,
+        address: str,
+        shares: Shares,
+        ledger: Ledger,
+        network: Network,
+        endpoint: Endpoint,
+        clients: Clients,
+        timing: Timing,
+    ) -> None:
+        self.job = job
+        self.host = host
+        self.address = address
+        self.shares = shares
+        self.network = network
+        self.endpoint = endpoint
+        self.clients = clients
+        self.jobs = Jobs(endpoint.wake)
+        self.core = HostCore(host, address, ledger, timing)
+        self.recall: Recall | None = None
+        self._events: deque[e.Event] = deque()
+        self._leaves: dict[int, bytes] = {}
+        self._freezing: int | None = None
+        self._plan: Plan | None = None
+        self._perform: dict[type, Callable[..., None]] = {
+            e.WriteLedger: self._write_ledger,
+            e.Freeze: self._freeze,
+            e.Send: self._send,
+            e.SendManifest: self._send_manifest,
+            e.Grant: self._grant,
+            e.Seal: self._seal,
+            e.Code: self._code,
+            e.StopCoding: self._stop_coding,
+            e.Rebuild: self._rebuild,
+            e.ReleaseRebuilt: self._release_rebuilt,
+            e.TellPlan: self._tell_plan,
+            e.TellSettled: self._tell_settled,
+            e.TellStaged: self._tell_staged,
+            e.TellOutcome: self._tell_outcome,
+            e.TellPersist: self._tell_persist,
+            e.DeclareFault: self._declare_fault,
+            e.Announce: self._announce,
+        }
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.core.keeper.ledger
+
+    # -------------------------------------------------------------------- events
+
+    def happen(self, event: e.Event) -> None:
+        """Feeds an event in, and performs all that follows from it."""
+        self._events.append(event)
+        while self._events:
+            now_s = time.monotonic()
+            for effect in self.core.handle(self._events.popleft(), now_s):
+                self._perform[type(effect)](effect)
+
+    def hear(self, payload: bytes) -> None:
+        """A message from a peer. One of another job, generation or memory has no effect."""
+        try:
+            envelope = msgspec.msgpack.decode(payload, type=Envelope)
+        except msgspec.MsgspecError as error:
+            _log.warning("a message of %d bytes is none of ours: %s", len(payload), error)
+            return
+        generation = self.core.keeper.generation
+        if generation is None or (envelope.job, envelope.generation, envelope.nonce) != (
+            self.job,
+            generation.number,
+            generation.nonce,
+        ):
+            return
+        for member in (*generation.hosts, *generation.holders):
+            if member.host == envelope.sender and member.arena == envelope.arena:
+                self.happen(e.Heard(envelope.sender, envelope.body))
+
+    def tick(self) -> None:
+        """Lets time pass: jobs that ended, old ranks that died, and the core's own clock."""
+        self.jobs.reap()
+        if self._freezing is not None and not self.jobs.running:
+            if self.clients.living_writers():
+                self.clients.kill_writers()
+            else:
+                number, self._freezing = self._freezing, None
+                for slot, reason in self.shares.spoiled(self.ledger):
+                    _log.error("slot %d is damaged and counts as lost: %s", slot, reason)
+                    self._tell_agent("slot_damaged", {"slot": slot, "reason": reason})
+                    self.happen(e.SlotSpoiled(slot, reason))
+                self.happen(e.Frozen(number))
+        self.happen(e.Ticked())
+
+    # -------------------------------------------------------------------- ledger and entering
+
+    def _write_ledger(self, effect: e.WriteLedger) -> None:
+        self.shares.write(effect.ledger)
+
+    def _freeze(self, effect: e.Freeze) -> None:
+        self._freezing = effect.generation
+        self._plan = None
+        self.recall = None
+        self.jobs.cancel()
+        self.shares.rebuilt.clear()
+        for client in self.clients.seated("rank", "helper"):
+            client.channel.close()
+
+    # -------------------------------------------------------------------- peers
+
+    def _send(self, effect: e.Send) -> None:
+        generation = self.core.keeper.generation
+        if generation is None:
+            return
+        envelope = Envelope(
+            job=self.job,
+            generation=generation.number,
+            nonce=generation.nonce,
+            sender=self.host,
+            arena=self.ledger.arena,
+            body=effect.body,
+        )
+        self.endpoint.send(control_address(effect.address), msgspec.msgpack.encode(envelope))
+
+    def _send_manifest(self, effect: e.SendManifest) -> None:
+        slot = self.ledger.slots[effect.slot]
+        try:
+            manifest = self.shares.manifest(effect.slot, slot)
+        except JaxftError as error:
+            self._snapshot_failed(slot.id, f"the manifest in its slot is damaged: {error}")
+            return
+        self._send(e.Send(effect.address, ManifestNotice(manifest=manifest, wanted=effect.wanted)))
+
+    def _snapshot_failed(self, identity: SnapshotId | None, reason: str) -> None:
+        if identity is not None:
+            _log.error("snapshot %s: %s", identity, reason)
+            self._events.append(e.CodingFailed(identity, reason))
+
+    # -------------------------------------------------------------------- a snapshot's way
+
+    def _grant(self, effect: e.Grant) -> None:
+        """Makes room in a job (touching memory takes time), then tells the ranks."""
+        arena = self.shares.slots[effect.slot]
+        nbytes = self.slot_bytes(effect.nbytes)
+        self._leaves.clear()
+
+        def room(cancel: threading.Event) -> None:
+            before = arena.size_bytes
+            if nbytes > before:
+                check_fits(nbytes - before + SPARE_BYTES, available_bytes(), f"slot {effect.slot}")
+                arena.ensure(nbytes)
+                arena.touch(before, nbytes - before)
+
+        def done(result: None, error: BaseException | None) -> None:
+            if error is not None:
+                self.happen(e.GrantFailed(effect.id, f"no memory for the snapshot: {error}"))
+                return
+            reach("smp.granted", host=self.host, seq=effect.id.seq)
+            for rank, base, _ in effect.bases:
+                client = self.clients.rank(rank)
+                if client is not None and effect.id == self.core.keeper.next_id:
+                    client.tell(
+                        p.Granted(
+                            seq=effect.id.seq,
+                            slot=effect.slot,
+                            base=base,
+                            size_bytes=arena.size_bytes,
+                        )
+                    )
+
+        self.jobs.start(("grant", effect.id), room, done)
+
+    def slot_bytes(self, segment_bytes: int) -> int:
+        """What a slot needs for a segment of this size: the segment, its manifest, its parity and
+        the group's manifests (the manifests are estimated; a slot grows if they are larger)."""
+        generation, index = self.core.keeper.generation, self.core.keeper.index
+        if generation is None or index is None:
+            return segment_bytes
+        group = generation.group_of(index)
+        parity = -(-segment_bytes * group.parity // group.data)
+        return segment_bytes + parity + len(group.hosts) * (segment_bytes // 1024 + (1 << 18))
+
+    def reserve(self, nbytes: int) -> str:
+        """Is there memory for two slots with segments of this size? Returns what is wrong."""
+        wanted = self.slot_bytes(nbytes)
+        growth = sum(max(0, wanted - slot.size_bytes) for slot in self.shares.slots)
+        try:
+            check_fits(
+                growth + SPARE_BYTES if growth else 0,
+                available_bytes(),
+                f"host {self.host}: two snapshot slots of {wanted / 2**20:.1f} MiB for "
+                f"{nbytes / 2**20:.1f} MiB of state",
+            )
+        except MemoryLimitError as error:
+            return str(error)
+        return ""
+
+    def part_staged(self, rank: int, message: p.Staged) -> None:
+        self._leaves[rank] = message.leaves
+        self.happen(e.PartStaged(rank, message.seq, message.part))
+
+    def _seal(self, effect: e.Seal) -> None:
+        generation = self.core.keeper.generation
+        assert generation is not None
+        leaves = msgspec.msgpack.decode(self._leaves[effect.parts[0].rank], type=tuple[Leaf, ...])
+        template = Manifest(
+            id=effect.id,
+            step=effect.step,
+            host=effect.host,
+            world=World.of(generation),
+            plan=effect.plan,
+            leaves=leaves,
+            parts=(),
+            length=0,
+            lanes=(),
+        )
+        manifest = whole_manifest(template, effect.parts)
+        try:
+            blob = self.shares.seal_segment(effect.slot, manifest)
+        except MemoryLimitError as error:
+            self._events.append(e.GrantFailed(effect.id, str(error)))
+            return
+        reach("smp.sealed", host=self.host, seq=effect.id.seq)
+        self._events.append(e.SegmentSealed(effect.id, manifest.length, blob))
+
+    def _code(self, effect: e.Code) -> None:
+        """Computes the share's parity. An old snapshot's group is asked for its manifests first."""
+        slot = effect.record
+        plan = self._plan if self._plan is not None and self._plan.chosen == effect.id else None
+
+        def work(cancel: threading.Event) -> tuple[int, int, GroupBlob]:
+            manifests = {manifest.host: manifest for manifest in effect.manifests}
+            if not manifests and plan is not None:
+                manifests = Recall(plan, self.network, cancel).manifests()
+            own = self.shares.manifest(effect.slot, slot)
+            manifests[own.host] = own
+            layout = GroupLayout(slot.world.group_of(own.host), manifests)
+            offset, parity = self.shares.place_parity(effect.slot, slot, layout.parity_bytes)
+            reach("smp.coding", host=self.host, seq=effect.id.seq)
+            sources = Sources(
+                id=effect.id,
+                layout=layout,
+                addresses={host: bulk_address(address) for host, address in effect.addresses},
+                reader=self.network.reader(),
+                cancel=cancel,
+                names=slot.world.hosts,
+            )
+            sums = encode_share(sources, own.host, parity)
+            mates = [host for host in layout.group.hosts if host != own.host]
+            group = GroupBlob(tuple(manifests[host] for host in mates), sums)
+            return offset, layout.parity_bytes, group
+
+        def done(result: tuple[int, int, GroupBlob] | None, error: BaseException | None) -> None:
+            if error is not None or result is None:
+                reason = "stopped" if isinstance(error, ReadCancelled) else f"no parity: {error}"
+                self.happen(e.CodingFailed(effect.id, reason))
+                return
+            self._coded(effect, *result)
+
+        self.jobs.start(("code", effect.id), work, done)
+
+    def _coded(self, effect: e.Code, offset: int, nbytes: int, group: GroupBlob) -> None:
+        number = self.core.keeper.slot_of(effect.id)
+        if number != effect.slot:
+            self.happen(e.CodingFailed(effect.id, "its slot was given away"))
+            return
+        blob = self.shares.seal_group(effect.slot, offset + nbytes, group)
+        parity = msgspec.structs.replace(blob, offset=offset, length=nbytes, checksum=0)
+        reach("smp.coded", host=self.host, seq=effect.id.seq)
+        self.happen(e.CodingDone(effect.id, parity, blob))
+
+    def _stop_coding(self, effect: e.StopCoding) -> None:
+        self.jobs.cancel(("code", effect.id))
+
+    # -------------------------------------------------------------------- restoring
+
+    def _rebuild(self, effect: e.Rebuild) -> None:
+        """Rebuilds the segments that the plan gives to this host, one job each."""
+        plan = effect.plan
+        self.jobs.cancel("rebuild")
+        mine = [one.host for one in plan.segments if one.rebuilt and one.address == self.address]
+        left = set(mine)
+
+        def begin(host: int) -> None:
+            def work(cancel: threading.Event) -> object:
+                reach("smp.rebuilding", host=self.host, attempt=plan.attempt)
+                return Recall(plan, self.network, cancel).rebuild(host)
+
+            def done(result: object, error: BaseException | None) -> None:
+                if self._plan is None or self._plan.attempt != plan.attempt:
+                    return
+                if error is not None:
+                    damaged: frozenset[Damage] = getattr(error, "damaged", frozenset())
+                    self.happen(e.RebuildFailed(plan.attempt, str(error), tuple(sorted(damaged))))
+                    return
+                assert plan.chosen is not None
+                self.shares.rebuilt[plan.chosen, host] = result  # type: ignore[assignment]
+                self.shares.publish(self.ledger)
+                left.discard(host)
+                self._tell_agent("rebuilt", {"segment": plan.world.hosts[host]})
+                if not left:
+                    self.happen(e.Rebuilt(plan.attempt))
+
+            self.jobs.start("rebuild", work, done)
+
+        self._plan = plan
+        for host in mine:
+            begin(host)
+
+    def _release_rebuilt(self, effect: e.ReleaseRebuilt) -> None:
+        self.shares.rebuilt.clear()
+        self.shares.publish(self.ledger)
+
+    def _tell_plan(self, effect: e.TellPlan) -> None:
+        if self._plan != effect.plan:
+            self.jobs.cancel("fetch", "manifests")
+        self._plan = effect.plan
+        self.recall = None
+        self.clients.tell(self.plan_message(effect.plan), "rank")
+
+    def plan_message(self, plan: Plan) -> p.PlanTold:
+        own = None
+        if plan.chosen is not None:
+            number = self.core.keeper.slot_of(plan.chosen)
+            if number is not None and self.ledger.slots[number].readable:
+                own = (number, self.ledger.slots[number].host)
+        return p.PlanTold(plan=plan, own=own)
+
+    def recall_for(self, identity: SnapshotId) -> Recall:
+        """Reads snapshot `identity`: the plan's, or one of this generation (for a persist)."""
+        if self.recall is None or self.recall.id != identity:
+            plan = self._plan
+            if plan is None or plan.chosen != identity:
+                plan = self.running_plan(identity)
+            self.recall = Recall(plan, self.network, threading.Event())
+        return self.recall
+
+    def running_plan(self, identity: SnapshotId) -> Plan:
+        """A committed snapshot of this generation: every share is where it was made."""
+        generation = self.core.keeper.generation
+        if generation is None or generation.number != identity.generation:
+            raise JaxftError(f"snapshot {identity} is not of this generation")
+        places = tuple((i, member.address) for i, member in enumerate(generation.hosts))
+        return Plan(
+            attempt=0,
+            chosen=identity,
+            step=0,
+            world=World.of(generation),
+            segments=tuple(Segment(host, address) for host, address in places),
+            shares=places,
+            source="own",
+        )
+
+    # -------------------------------------------------------------------- this host's processes
+
+    def _tell_settled(self, effect: e.TellSettled) -> None:
+        directive = effect.directive
+        self.clients.tell(p.SettledTold(base=directive.base, interval=directive.interval), "rank")
+
+    def _tell_staged(self, effect: e.TellStaged) -> None:
+        self.clients.tell(p.StagedTold(seq=effect.seq), "rank")
+
+    def _tell_outcome(self, effect: e.TellOutcome) -> None:
+        reach("smp.outcome", host=self.host, seq=effect.outcome.seq)
+        self.clients.tell(p.OutcomeTold(outcome=effect.outcome), "rank")
+
+    def _tell_persist(self, effect: e.TellPersist) -> None:
+        self.clients.tell(p.PersistTold(order=effect.order), "agent", "rank", "helper")
+
+    def _declare_fault(self, effect: e.DeclareFault) -> None:
+        _log.error("host %s: %s", effect.host, effect.reason)
+        self.clients.tell(p.FaultTold(host=effect.host, reason=effect.reason), "agent")
+
+    def _announce(self, effect: e.Announce) -> None:
+        self._tell_agent(effect.kind, dict(effect.detail))
+
+    def _tell_agent(self, kind: str, detail: dict[str, str | int | float]) -> None:
+        self.clients.tell(p.Announced(kind=kind, detail=detail), "agent")
+
+
+def describe_slot(slot: Slot) -> dict[str, str | int | float]:
+    """A slot for a status page."""
+    return {
+        "state": slot.state,
+        "snapshot": str(slot.id) if slot.id is not None else "",
+        "step": slot.step,
+        "bytes": slot.length,
+    }

@@ -1,0 +1,169 @@
+"""The snapshot management process: `python -m jaxft.host.smp`, started and watched by the agent.
+
+One loop waits for peers, local clients and jobs, and feeds what happens to the core. The process
+ends when the agent says so, or when it has been without an agent for `orphan_s`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from jaxft import config, faults
+from jaxft.errors import JaxftError
+from jaxft.group.root import Timing
+from jaxft.host.clients import Clients
+from jaxft.host.desk import Desk
+from jaxft.host.driver import Driver
+from jaxft.host.local import LocalListener
+from jaxft.host.shares import Shares
+from jaxft.host.wire_zmq import ZmqNetwork
+
+_log = logging.getLogger("jaxft.smp")
+TICK_S = 0.05
+ORPHAN_S = 600.0
+NICE = 5
+
+
+class Smp:
+    """The process: memory, network, clients, and the loop.
+
+    Args:
+        job, host: names.
+        directory: this user's alone; the sockets lie in it.
+        shares: new memory, or that of a dead SMP.
+        timing: the root's patience.
+        orphan_s: how long to live without an agent.
+    """
+
+    def __init__(
+        self,
+        *,
+        job: str,
+        host: str,
+        directory: Path,
+        shares: Shares,
+        timing: Timing,
+        orphan_s: float,
+    ) -> None:
+        self.orphan_s = orphan_s
+        self.shares = shares
+        ledger = shares.load()
+        self.network = ZmqNetwork()
+        tag = f"{ledger.arena[:6]}{ledger.boots}"
+        self.endpoint = self.network.endpoint(f"ipc://{directory}/c{tag}")
+        self.bulk = self.network.serve(f"ipc://{directory}/b{tag}", shares.provide)
+        self.clients = Clients()
+        self.driver = Driver(
+            job=job,
+            host=host,
+            address=f"{self.endpoint.address},{self.bulk.address}",
+            shares=shares,
+            ledger=ledger,
+            network=self.network,
+            endpoint=self.endpoint,
+            clients=self.clients,
+            timing=timing,
+        )
+        self.desk = Desk(self.driver, self.clients)
+        self.listener = LocalListener(directory / "smp.sock")
+        self._agent_at_s = time.monotonic()
+
+    def run(self) -> None:
+        """Serves until told to stop or orphaned."""
+        next_tick_s = 0.0
+        while not self.desk.stopping and not self._orphaned():
+            wait_s = min(TICK_S, max(0.0, next_tick_s - time.monotonic()))
+            ready = self.endpoint.wait([self.listener.fileno(), *self.clients.fds()], wait_s)
+            for payload in self.endpoint.receive(0):
+                self.driver.hear(payload)
+            self._serve_clients(ready)
+            self.driver.jobs.reap()
+            if time.monotonic() >= next_tick_s:
+                next_tick_s = time.monotonic() + TICK_S
+                self.driver.tick()
+                self.desk.seat_waiting()
+
+    def _serve_clients(self, ready: list[int]) -> None:
+        for fd in ready:
+            if fd == self.listener.fileno():
+                channel = self.listener.accept()
+                if channel is not None:
+                    self.clients.add(channel)
+                continue
+            client = self.clients.at(fd)
+            if client is not None:
+                self.desk.serve(client)
+        for client in self.clients.drop_ended():
+            self.desk.left(client)
+
+    def _orphaned(self) -> bool:
+        if any(True for _ in self.clients.seated("agent")):
+            self._agent_at_s = time.monotonic()
+        alone_s = time.monotonic() - self._agent_at_s
+        if alone_s > self.orphan_s:
+            _log.warning("no agent for %.0f s: this SMP ends and its memory is let go", alone_s)
+            return True
+        return False
+
+    def close(self) -> None:
+        self.driver.jobs.cancel()
+        self.listener.close()
+        self.clients.close()
+        self.endpoint.close()
+        self.bulk.close()
+        self.network.close()
+
+
+def _arguments(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="jaxft.host.smp", description=__doc__)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--dir", required=True, type=Path, help="directory of this host's sockets")
+    parser.add_argument("--fds", default="", help="inherited descriptors: ledger,slot0,slot1")
+    parser.add_argument("--orphan-s", type=float, default=ORPHAN_S)
+    parser.add_argument("--silence-s", type=float, default=Timing().silence_s)
+    parser.add_argument("--rejoin-s", type=float, default=Timing().rejoin_s)
+    parser.add_argument("--persist-s", type=float, default=Timing().persist_s)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs an SMP; returns the exit status."""
+    args = _arguments(sys.argv[1:] if argv is None else argv)
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s {args.host} smp[{os.getpid()}] %(levelname)s %(name)s: %(message)s",
+    )
+    faults.arm(config.faults_text())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(NICE)
+    timing = Timing(silence_s=args.silence_s, rejoin_s=args.rejoin_s, persist_s=args.persist_s)
+    try:
+        fds = [int(fd) for fd in args.fds.split(",")] if args.fds else []
+        shares = Shares.adopt(fds) if fds else Shares.create(args.host)
+        smp = Smp(
+            job=args.job,
+            host=args.host,
+            directory=args.dir,
+            shares=shares,
+            timing=timing,
+            orphan_s=args.orphan_s,
+        )
+    except JaxftError as error:
+        _log.error("cannot start: %s", error)
+        return 1
+    try:
+        smp.run()
+    finally:
+        smp.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
