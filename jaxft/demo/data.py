@@ -39,4 +39,5 @@ def batch(
     Tokens 0 to length - 1 of a row are the input, 1 to length what is to be predicted.
     """
     starts = np.random.default_rng((seed, step)).integers(0, len(text) - length, rows)
-    return text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+    tokens: NDArray[np.int32] = text[starts[:, None] + np.arange(length + 1)].astype(np.int32)
+    return tokens

@@ -38,7 +38,9 @@ def shard_digests(tree: Any) -> dict[str, str]:
         name = jax.tree_util.keystr(path)
         for shard in leaf.addressable_shards:
             data = np.asarray(shard.data)
-            starts = [part.indices(size)[0] for part, size in zip(shard.index, leaf.shape, strict=True)]
+            starts = [
+                part.indices(size)[0] for part, size in zip(shard.index, leaf.shape, strict=True)
+            ]
             box = ",".join(f"{a}:{a + n}" for a, n in zip(starts, data.shape, strict=True))
             _add(found, f"{name}[{box}]", _box_digest(name, data, starts, leaf.shape))
     return found
@@ -63,11 +65,9 @@ def _add(found: dict[str, str], name: str, digest: str) -> None:
         raise ReplicasDiffer(f"replicas of {name} differ: {found[name]} and {digest}")
 
 
-def _box_digest(
-    name: str, data: NDArray[Any], starts: list[int], shape: tuple[int, ...]
-) -> str:
+def _box_digest(name: str, data: NDArray[Any], starts: list[int], shape: tuple[int, ...]) -> str:
     """The digest of the box `data` that begins at `starts` of the leaf `name` of `shape`."""
-    places = np.zeros(data.shape, np.uint64)
+    places: NDArray[np.uint64] = np.zeros(data.shape, np.uint64)
     for axis, (start, size) in enumerate(zip(starts, shape, strict=True)):
         along = np.arange(start, start + data.shape[axis], dtype=np.uint64)
         places = places * np.uint64(size) + along.reshape([-1] + [1] * (data.ndim - axis - 1))

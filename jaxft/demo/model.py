@@ -25,9 +25,9 @@ LENGTH = 64
 
 
 class State(NamedTuple):
-    """All that a step changes."""
+    """All that a step changes: its arrays, their shapes, or their shardings."""
 
-    step: jax.Array
+    step: Any
     params: Any
     optimizer: Any
 
@@ -48,7 +48,9 @@ class Block(nn.Module):
         weights = jax.nn.softmax(jnp.where(mask, weights, -1e9))
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape)
         x = x + _dense(width, "out")(mixed)
-        return x + _dense(width, "down")(nn.relu(_dense(4 * width, "up")(nn.RMSNorm(name="norm2")(x))))
+        return x + _dense(width, "down")(
+            nn.relu(_dense(4 * width, "up")(nn.RMSNorm(name="norm2")(x)))
+        )
 
 
 class Transformer(nn.Module):
@@ -81,7 +83,8 @@ def train_step(state: State, tokens: jax.Array) -> tuple[State, jax.Array]:
 
     def loss_of(params: Any) -> jax.Array:
         logits = _MODEL.apply({"params": params}, tokens[:, :-1])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return jnp.mean(each)
 
     loss, gradients = jax.value_and_grad(loss_of)(state.params)
     updates, optimizer = _OPTIMIZER.update(gradients, state.optimizer, state.params)
@@ -94,7 +97,7 @@ def fit(mesh: Mesh, shape: tuple[int, ...], *axes: str | None) -> NamedSharding:
         axis if axis is not None and size % mesh.shape[axis] == 0 else None
         for size, axis in zip(shape, axes, strict=False)
     ]
-    return NamedSharding(mesh, PartitionSpec(*spec))
+    return NamedSharding(mesh, PartitionSpec(*spec))  # type: ignore[no-untyped-call]
 
 
 # The dimension of each matrix that is split over "model", by the name of its layer.
@@ -120,17 +123,19 @@ def shardings(mesh: Mesh, state: State) -> State:
 def abstract(mesh: Mesh, seed: int) -> State:
     """The state's shapes, types and shardings on this mesh, without computing anything."""
     state = jax.eval_shape(lambda: init(seed))
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        state,
-        shardings(mesh, state),
-    )
+
+    def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
+
+    filled: State = jax.tree.map(placed, state, shardings(mesh, state))
+    return filled
 
 
 def compiled_init(like: State, seed: int) -> State:
     """The state before the first step, laid out like `like`."""
     layout = jax.tree.map(lambda leaf: leaf.sharding, like)
-    return jax.jit(lambda: init(seed), out_shardings=layout)()
+    state: State = jax.jit(lambda: init(seed), out_shardings=layout)()
+    return state
 
 
 def compiled_step(like: State) -> Callable[[State, jax.Array], tuple[State, jax.Array]]:

@@ -25,6 +25,7 @@ from jaxft.group.world import Code, Group
 
 KINDS = ("rank", "smp", "agent", "host", "hosts")
 DEFAULT = ("rank", "host")
+HOSTS_MAX = 16
 
 _ENTRY = re.compile(r"([a-z]+)(?::(\d+))?(?:@(\d+)(?::host(\d+))?)?")
 
@@ -98,7 +99,9 @@ def _read(text: str) -> _Wish:
             f"none, {', '.join(KINDS)}; for example rank@10:host0 or hosts:2@20"
         )
     if (match[2] is not None) != (kind == "hosts"):
-        raise ConfigError(f'failure "{text}": "hosts" needs a count, hosts:2, and nothing else does')
+        raise ConfigError(
+            f'failure "{text}": "hosts" needs a count, hosts:2, and nothing else does'
+        )
     count, step, host = (int(part) if part else None for part in match.group(2, 3, 4))
     return _Wish(kind=kind, count=1 if count is None else count, step=step, host=host)
 
@@ -156,3 +159,80 @@ def exceeds_parity(failure: Failure, *, hosts: int, code: Code) -> bool:
         return False
     lost = {int(name.removeprefix("host")) for name in failure.hosts}
     return any(len(lost & set(group.hosts)) > group.parity for group in form_groups(hosts, code))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """What the demo is asked to do; made by `plan_demo`, which checks it.
+
+    `persist_every` is the number of steps between Orbax checkpoints, where `fallback` is wanted.
+    """
+
+    hosts: int
+    code: Code
+    steps: int
+    every: int
+    seed: int
+    elastic: bool
+    fallback: bool
+    failures: tuple[Failure, ...]
+
+    @property
+    def hosts_min(self) -> int:
+        """How many hosts are left after all failures, where none is replaced."""
+        gone = {name for failure in self.failures for name in failure.hosts if _ends(failure)}
+        return self.hosts - len(gone) if self.elastic else self.hosts
+
+    @property
+    def persist_every(self) -> int:
+        """So many steps that one checkpoint is done before the first failure that needs it."""
+        first = next((f.at_step for f in self.failures if self.needs_storage(f)), self.steps)
+        return max(self.every, first * 2 // 3 // self.every * self.every)
+
+    def needs_storage(self, failure: Failure) -> bool:
+        return exceeds_parity(failure, hosts=self.hosts, code=self.code)
+
+
+def _ends(failure: Failure) -> bool:
+    """Whether the hosts do not come back unless their agents are started again."""
+    return failure.takes_hosts or failure.kind == "agent"
+
+
+def plan_demo(
+    *,
+    hosts: int,
+    code: str,
+    steps: int,
+    every: int,
+    seed: int,
+    elastic: bool,
+    fallback: bool,
+    fail: Sequence[str],
+) -> DemoOptions:
+    """Checks what was asked for; storage is used where a failure of the plan needs it.
+
+    Raises:
+        ConfigError: a number out of range, or a failure that cannot strike in this run.
+    """
+    if not 1 <= hosts <= HOSTS_MAX:
+        raise ConfigError(f"--hosts {hosts}: the demo runs 1 to {HOSTS_MAX} hosts on one machine")
+    if steps < 2 or not 1 <= every <= steps:
+        raise ConfigError(
+            f"--steps {steps} --every {every}: needs at least 2 steps, and 1 to {steps} between "
+            "snapshots"
+        )
+    parsed = Code.parse(code)
+    failures = parse_failures(fail, hosts=hosts, code=parsed, steps=steps, every=every)
+    options = DemoOptions(
+        hosts=hosts,
+        code=parsed,
+        steps=steps,
+        every=every,
+        seed=seed,
+        elastic=elastic,
+        fallback=fallback or any(exceeds_parity(f, hosts=hosts, code=parsed) for f in failures),
+        failures=failures,
+    )
+    if options.hosts_min < 1:
+        raise ConfigError("--elastic: these failures leave no host to train on; leave one out")
+    return options

@@ -29,7 +29,7 @@ DEVICES_PER_RANK = 2
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains for `--steps` steps, from the newest snapshot if there is one."""
     options = _options(arguments)
-    jax.config.update("jax_num_cpu_devices", DEVICES_PER_RANK)
+    jax.config.update("jax_num_cpu_devices", DEVICES_PER_RANK)  # type: ignore[no-untyped-call]
     jaxft.initialize()
     mesh = jaxft.make_mesh({"data": -1, "model": 2})
     text = data.load_text()

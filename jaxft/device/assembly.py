@@ -22,10 +22,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import Device
-from jax.sharding import SingleDeviceSharding
 
-from jaxft.device.boxes import Box, count, intersect, sides, whole, within
+from jaxft.device.boxes import Box, count, from_index, intersect, sides, whole, within
 from jaxft.device.leaves import decode_literal, describe, element, flatten, show, stored_shape
 from jaxft.device.shards import device_boxes
 from jaxft.errors import RestoreError, TreeMismatch
@@ -102,14 +100,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Fill:
-    """A box that this process needs, where its elements come from, and the devices that want it.
-
-    `devices` is (None,) where the array is NumPy's or uncommitted.
-    """
+    """A box that this process needs, and where its elements come from."""
 
     box: Box
     sources: tuple[Source, ...]
-    devices: tuple[Device | None, ...]
 
 
 @dataclass(frozen=True)
@@ -208,23 +202,21 @@ def _fills(leaf: Leaf, like: Any, stored: Sequence[Stored]) -> tuple[Fill, ...]:
     edges = np.array([piece.box for piece in stored], np.int64)
     edges = edges.reshape(len(stored), 2, len(stored_shape(leaf)))
     fills = []
-    for box, devices in _wanted(leaf, like).items():
+    for box in _wanted(leaf, like):
         # Worlds are large: only the few boxes that overlap are looked at one by one.
         overlap = ((edges[:, 0] < box[1]) & (edges[:, 1] > box[0])).all(axis=1)
         near = [stored[number] for number in np.flatnonzero(overlap).tolist()]
-        fills.append(Fill(box, _sources(leaf, box, near), tuple(devices)))
+        fills.append(Fill(box, _sources(leaf, box, near)))
     return tuple(fills)
 
 
-def _wanted(leaf: Leaf, like: Any) -> dict[Box, list[Device | None]]:
-    """The boxes of a leaf that this process needs, and the devices that each is for."""
+def _wanted(leaf: Leaf, like: Any) -> list[Box]:
+    """The distinct boxes of a leaf that this process needs."""
     if leaf.kind == "numpy" or _is_uncommitted(like):
-        return {whole(stored_shape(leaf)): [None]}
-    wanted: dict[Box, list[Device | None]] = {}
+        return [whole(stored_shape(leaf))]
     here = like.sharding.addressable_devices
-    for device, box in device_boxes(like.sharding, leaf).items():
-        if device in here:
-            wanted.setdefault(box, []).append(device)
+    boxes = device_boxes(like.sharding, leaf).items()
+    wanted = sorted({box for device, box in boxes if device in here})
     if not wanted:
         raise TreeMismatch(
             f"leaf {show(leaf.path)}: the target's sharding has no device of this process "
@@ -319,9 +311,9 @@ class _Flight:
         self._arrays: list[jax.Array] = []
         self._bytes = 0
 
-    def add(self, array: jax.Array, nbytes: int) -> None:
+    def add(self, array: jax.Array) -> None:
         self._arrays.append(array)
-        self._bytes += nbytes
+        self._bytes += array.nbytes
         if self._bytes > IN_FLIGHT_BYTES:
             self.land()
 
@@ -338,27 +330,27 @@ def _restore(target: Target, read: Read, flight: _Flight) -> Any:
         return decode_literal(leaf)
     if leaf.kind == "numpy":
         return _fill(leaf, target.fills[0], read)
-    arrays = []
-    for fill in target.fills:
-        buffer = _fill(leaf, fill, read)
-        for number, device in enumerate(fill.devices):
-            # One buffer a device: JAX takes a buffer over where it can.
-            own = buffer if number == 0 else _copy(buffer)
-            arrays.append(_put(own, device, like))
-            flight.add(arrays[-1], own.nbytes)
-    array: jax.Array = arrays[0]
-    if not _is_uncommitted(like):
-        array = jax.make_array_from_single_device_arrays(stored_shape(leaf), like.sharding, arrays)
+    array = _place(leaf, like, {fill.box: _fill(leaf, fill, read) for fill in target.fills})
+    flight.add(array)
     if leaf.kind == "key":
         return jax.random.wrap_key_data(array, impl=leaf.impl)
     return _weaken(array, like) if leaf.weak_type else array
 
 
-def _put(buffer: np.ndarray[Any, Any], device: Device | None, like: Any) -> jax.Array:
-    where = None
-    if device is not None:
-        where = SingleDeviceSharding(device, memory_kind=like.sharding.memory_kind)
-    array: jax.Array = jax.device_put(buffer, where)
+def _place(leaf: Leaf, like: Any, buffers: dict[Box, np.ndarray[Any, Any]]) -> jax.Array:
+    """Puts buffers on the devices. CPU devices take them over; replicas of a shard share one."""
+    array: jax.Array
+    if _is_uncommitted(like):
+        (buffer,) = buffers.values()
+        array = jax.device_put(buffer)
+    else:
+        shape = stored_shape(leaf)
+        array = jax.make_array_from_callback(
+            shape,
+            like.sharding,
+            lambda index: buffers[from_index(index or (), shape)],
+            dtype=element(leaf),
+        )
     return array
 
 
@@ -401,9 +393,3 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]
     memory = np.empty(nbytes + ALIGN, np.uint8)
     start = -memory.ctypes.data % ALIGN
     return memory[start : start + nbytes].view(dtype).reshape(shape)
-
-
-def _copy(buffer: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    copied = _empty(buffer.shape, buffer.dtype)
-    np.copyto(copied.view(_opaque(buffer.dtype)), buffer.view(_opaque(buffer.dtype)))
-    return copied

@@ -52,11 +52,12 @@ def intersect(one: Box, other: Box) -> Box | None:
 
 def within(array: np.ndarray[Any, Any], origin: Sequence[int], box: Box) -> np.ndarray[Any, Any]:
     """A view of the box in an array whose first element is at `origin`."""
-    cut = [
+    cut: list[Any] = [
         slice(begin - zero, end - zero)
         for begin, end, zero in zip(box[0], box[1], origin, strict=True)
     ]
-    return array[(*cut, ...)]  # with the ellipsis, what has no dimensions stays an array
+    view: np.ndarray[Any, Any] = array[(*cut, ...)]  # an array even where there are no dimensions
+    return view
 
 
 def cut_rows(box: Box, parts: int) -> list[Box]:

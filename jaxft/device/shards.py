@@ -11,7 +11,8 @@ The rules:
   it for the whole world, and its digest is equal on all of them, or their trees differ.
 - `jax.ShapeDtypeStruct`s give the same plan as the arrays they stand for.
 
-A part holds the ranges by device, so that the bytes of one device are next to each other.
+A part holds the ranges by device, so that the bytes of one device are next to each other; what one
+device has for itself, and NumPy arrays, come last, wherever they are.
 """
 
 from __future__ import annotations
@@ -105,9 +106,13 @@ class _Shard:
 
 @dataclass(frozen=True)
 class _Cut:
-    """An owned box before it has an offset."""
+    """An owned box before it has an offset.
+
+    `is_alone` says that one device, or the host, has all of the leaf.
+    """
 
     leaf: int
+    is_alone: bool
     device: Device | None
     shard: Box
     box: Box
@@ -196,11 +201,12 @@ class _Planner:
         they share a turn.
         """
         small = all(count(shard.box) * itemsize <= SMALL_BYTES for shard in shards)
+        is_alone = len(shards) == len(shards[0].holders) == 1
         turn = self._turn("small" if small else "rows")
         for shard in shards:
             for device, box in self._owners(shard, small, turn):
                 if mine and count(box) and (device is None or self._is_mine(device)):
-                    self.cuts.append(_Cut(number, device, shard.box, box))
+                    self.cuts.append(_Cut(number, is_alone, device, shard.box, box))
 
     def _is_mine(self, device: Device) -> bool:
         return self._processes.of(device) == self._processes.index
@@ -256,7 +262,7 @@ def _lay_out(cuts: Sequence[_Cut], leaves: Sequence[Leaf]) -> tuple[tuple[Owned,
     """Gives every cut its offset in the part, by device, then leaf, then place in the leaf."""
     owned: list[Owned] = []
     end = 0
-    for cut in sorted(cuts, key=lambda cut: (_device_order(cut.device), cut.leaf, cut.box)):
+    for cut in sorted(cuts, key=_order):
         start, stop = cut.box
         nbytes = count(cut.box) * element(leaves[cut.leaf]).itemsize
         offset = align(end, ALIGN)
@@ -269,8 +275,9 @@ def _lay_out(cuts: Sequence[_Cut], leaves: Sequence[Leaf]) -> tuple[tuple[Owned,
     return tuple(owned), end
 
 
-def _device_order(device: Device | None) -> tuple[bool, int]:
-    return device is None, device.id if device is not None else 0
+def _order(cut: _Cut) -> tuple[Any, ...]:
+    place = 0 if cut.is_alone or cut.device is None else cut.device.id
+    return cut.is_alone, place, cut.leaf, cut.box
 
 
 class PlanCache:

@@ -171,12 +171,15 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks of a host asked for; equal on every rank of the world.
 
     `every_steps` or `every_s` is the wanted interval. `storage` lists what the Orbax directory
-    holds (None: no fallback configured), `persist_every` is in steps.
+    holds (None: no fallback configured), `persist_every` is in steps, `persist_keep` is how many
+    checkpoints stay.
     """
 
     every_steps: int = 0
     every_s: float = 0.0
+    directory: str = ""
     persist_every: int = 0
+    persist_keep: int = 2
     storage: tuple[StorageEntry, ...] | None = None
 
 

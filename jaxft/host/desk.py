@@ -127,6 +127,7 @@ class Desk:
             fds=("ledger", "slot0", "slot1"),
             slot_sizes=(sizes[0], sizes[1]),
             newest=max(held, default=None),
+            options=next(iter(driver.core.keeper.options.values()), None),
         )
 
     # -------------------------------------------------------------------- what it wants

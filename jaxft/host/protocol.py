@@ -147,7 +147,7 @@ ClientMessage = (
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     """`fds` names the descriptors that come with it: "ledger", "slot0", "slot1". `address` is where
-    peers reach this SMP, `newest` the largest generation and the newest snapshot it knows of."""
+    peers reach this SMP, `newest` the newest snapshot it holds, `options` what its ranks want."""
 
     host: str
     pid: int
@@ -157,6 +157,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     fds: tuple[str, ...]
     slot_sizes: tuple[int, int]
     newest: SnapshotId | None = None
+    options: RankOptions | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):

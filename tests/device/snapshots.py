@@ -1,4 +1,4 @@
-"""Snapshots of one process that plays several: plan, stage, copy, and read back as a restore would."""
+"""Snapshots of one process that plays several: plan, stage, copy, and read back to restore."""
 
 from __future__ import annotations
 

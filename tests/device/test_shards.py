@@ -219,7 +219,7 @@ def test_a_changed_tree_or_sharding_is_planned_anew_case_7() -> None:
     sharded = {"w": jax.device_put(first["w"], NamedSharding(mesh, P("a")))}
     cache = PlanCache()
     plans = [cache.get(tree) for tree in (first, more, sharded)]
-    assert len({plan.digest for plan in plans}) == 3
+    assert len({plan.ranges for plan in plans}) == 3
     again = jax.tree.map(lambda x: x + 1, (first, more, sharded))
     assert [cache.get(tree) for tree in again] == plans
     for tree in (first, more, sharded):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +33,12 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def die_with_parent() -> None:
+    """So that a test run that is killed leaves no etcd (prctl(2), PR_SET_PDEATHSIG = 1)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
 def start_etcd(program: str, directory: Path) -> tuple[subprocess.Popen[bytes], str]:
     client, peer = (f"http://127.0.0.1:{port}" for port in free_ports(2))
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ETCD")}
@@ -43,7 +52,7 @@ def start_etcd(program: str, directory: Path) -> tuple[subprocess.Popen[bytes], 
     )
     with open(f"{directory}.log", "wb") as log:
         process = subprocess.Popen(
-            [program, *arguments.split()], env=environment, stdout=log, stderr=log
+            [program, *arguments.split()], env=environment, stdout=log, stderr=log, preexec_fn=die_with_parent
         )
     return process, client.replace("http", "etcd")
 

@@ -1,0 +1,160 @@
+"""A host's directory of a job: the lock that one agent holds, its port, and the ranks it started.
+
+    DIR/lock       held (flock) by the agent, with its process number
+    DIR/smp.sock   the SMP's socket (and those for its peers)
+    DIR/ranks      the processes that the agent has started, for the agent after it
+    DIR/logs/      logs, unless they go elsewhere
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from pathlib import Path
+
+from jaxft.errors import ConfigError, JobInUse, LaunchError
+from jaxft.launch.child import Child, living, start_ticks
+
+LOOPBACK = "127.0.0.1"
+_POLL_S = 0.01
+
+
+class Lock:
+    """A lock file that one living process holds.
+
+    Raises:
+        JobInUse: another one does; `what` says what it is.
+        ConfigError: the directory cannot be made, or is not this user's alone.
+    """
+
+    def __init__(self, path: Path, what: str) -> None:
+        self.path = path
+        make_private(path.parent)
+        while True:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.read(self._fd, 32).decode(errors="replace").strip() or "?"
+                os.close(self._fd)
+                raise JobInUse(
+                    f"{what} is in use by process {holder} (lock {path}): wait for it to end, "
+                    "stop it, or choose another name with --job"
+                ) from None
+            # Whoever held it before may have removed the file between the two calls.
+            with contextlib.suppress(FileNotFoundError):
+                if os.fstat(self._fd).st_ino == path.stat().st_ino:
+                    break
+            os.close(self._fd)
+        os.ftruncate(self._fd, 0)
+        os.write(self._fd, f"{os.getpid()}\n".encode())
+
+    def release(self) -> None:
+        """Removes the file. May be repeated."""
+        if self._fd >= 0:
+            self.path.unlink(missing_ok=True)
+            os.close(self._fd)
+            self._fd = -1
+
+
+def make_private(directory: Path) -> None:
+    """Makes a directory, and those above it, for this user alone.
+
+    Raises:
+        ConfigError: that is not possible, or others may write into it.
+    """
+    try:
+        for path in reversed([directory, *directory.parents]):
+            if not path.exists():
+                path.mkdir(mode=0o700, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        raise ConfigError(f"directory {directory} cannot be made: {error}") from error
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"directory {directory} belongs to user {status.st_uid} and has mode "
+            f"{status.st_mode & 0o777:o}: it must belong to user {os.geteuid()} with mode 700; "
+            "name another one in JAXFT_RUN_DIR"
+        )
+
+
+class ReservedPort:
+    """A TCP port that nobody else can get before JAX's coordinator listens there.
+
+    The socket is bound and does not listen. The coordinator binds the same port beside it, since
+    both ask for SO_REUSEPORT and belong to the same user (socket(7)); connections go to the one
+    that listens.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            self._socket.bind((LOOPBACK, 0))
+        except OSError as error:
+            self._socket.close()
+            raise LaunchError(f"no port to be had on {LOOPBACK}: {error}") from error
+        self.address = f"{LOOPBACK}:{self._socket.getsockname()[1]}"
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class RankFile:
+    """Which processes run here, written down for the agent that comes after this one dies."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def write(self, children: list[Child]) -> None:
+        started = {str(child.pid): start_ticks(child.pid) for child in children}
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(json.dumps(started))
+        fresh.replace(self._path)
+
+    def clear(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def kill_left(self, timeout_s: float) -> None:
+        """Kills what is left of a dead agent's ranks: they die with it, their children do not.
+
+        A group whose leader's number belongs to a younger process by now is another one.
+
+        Raises:
+            LaunchError: some of it does not die.
+        """
+        try:
+            started = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            return
+        groups = {
+            int(pid) for pid, ticks in started.items() if start_ticks(int(pid)) in (None, ticks)
+        }
+        deadline_s = time.monotonic() + timeout_s
+        while left := living(groups) if groups else []:
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > deadline_s:
+                raise LaunchError(f"processes {left} of an earlier agent do not die")
+            time.sleep(_POLL_S)
+        self.clear()
+
+
+def remove(directory: Path, *, keep_logs: bool) -> None:
+    """Takes a host's directory away, and those above it that are empty then."""
+    if not keep_logs:
+        shutil.rmtree(directory, ignore_errors=True)
+    elif directory.exists():
+        for path in directory.iterdir():
+            if path.name != "logs":
+                path.unlink(missing_ok=True)
+    for path in (directory, directory.parent):
+        with contextlib.suppress(OSError):
+            path.rmdir()

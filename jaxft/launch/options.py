@@ -1,0 +1,153 @@
+"""What a run is asked to do: the options of `jaxft run`, checked when they are made."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import msgspec
+
+from jaxft import config
+from jaxft.errors import ConfigError
+from jaxft.group.membership import Rules
+from jaxft.group.world import Code
+
+KILL_S = 10.0
+
+
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """One agent's orders, but for the store, the host and `fresh` the same on all hosts.
+
+    Args:
+        job: the job's name; its snapshots are found again under it.
+        host: this host's name, another one on each host.
+        command: the training command and its arguments, run once a rank.
+        store: URL of the store, see `jaxft.launch.store.open_store`.
+        hosts_min, hosts_max: how many hosts the world may have.
+        code: "K+M"; "" is 3+1, with as much parity as the world has hosts for.
+        ranks_per_host: how many processes on each host.
+        domain: what this host would fail together with (rack, slice, power); "": nothing.
+        lease_s: a host that says nothing for so long is lost.
+        settle_s: how long to wait for more hosts once there are `hosts_min`.
+        rejoin_s: how long to wait for hosts that may bring back a newer snapshot.
+        agent_grace_s: how long to wait for the agent of a host whose memory still answers.
+        store_grace_s: how long to train on without the store.
+        form_timeout_s: how long to wait for `hosts_min` hosts before the job fails.
+        exit_grace_s: how long the ranks may take to end after the first one did.
+        term_grace_s: how long ranks may take to end when the run is told to end.
+        orphan_s: how long a host's memory lives on without an agent.
+        silence_s: how long the root waits for a silent SMP.
+        restarts_max: failures in a row, without a newer snapshot, after which the job fails.
+        fresh: ignore snapshots of earlier runs.
+        log_dir: where logs go (None: into the run directory, removed after a success).
+        quiet: do not show the ranks' output.
+
+    Raises:
+        ConfigError: values, or combinations of values, that cannot work.
+    """
+
+    job: str
+    host: str
+    command: tuple[str, ...]
+    store: str
+    hosts_min: int = 1
+    hosts_max: int = 1
+    code: str = ""
+    ranks_per_host: int = 1
+    domain: str = ""
+    lease_s: float = 5.0
+    settle_s: float = 3.0
+    rejoin_s: float = 5.0
+    agent_grace_s: float = 10.0
+    store_grace_s: float = 60.0
+    form_timeout_s: float = 300.0
+    exit_grace_s: float = 30.0
+    term_grace_s: float = 5.0
+    orphan_s: float = 600.0
+    silence_s: float = 5.0
+    restarts_max: int = 3
+    fresh: bool = False
+    log_dir: str | None = None
+    quiet: bool = False
+
+    def __post_init__(self) -> None:
+        config.check_name("job", self.job)
+        config.check_name("host", self.host)
+        if not self.command:
+            raise ConfigError("there is no command to run: jaxft run [OPTIONS] -- python train.py")
+        if not 1 <= self.hosts_min <= self.hosts_max:
+            raise ConfigError(
+                f"--hosts {self.hosts_min}:{self.hosts_max}: expected 1 <= MIN <= MAX"
+            )
+        if not 1 <= self.ranks_per_host <= 1024:
+            raise ConfigError(f"--ranks-per-host {self.ranks_per_host}: expected 1 to 1024")
+        for name in ("lease_s", "store_grace_s", "form_timeout_s", "silence_s", "exit_grace_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{_option(name)} {getattr(self, name):g}: expected more than 0")
+        for name in ("settle_s", "rejoin_s", "agent_grace_s", "term_grace_s", "orphan_s"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{_option(name)} {getattr(self, name):g}: expected 0 or more")
+        if self.restarts_max < 1:
+            raise ConfigError(f"--restarts-max {self.restarts_max}: expected at least 1")
+        if self.store_grace_s < self.lease_s:
+            raise ConfigError(
+                f"--store-grace-s {self.store_grace_s:g} is shorter than --lease-s "
+                f"{self.lease_s:g}: a host would stop before the others could count it lost"
+            )
+        self._check_code()
+
+    def _check_code(self) -> None:
+        if self.code and (code := Code.parse(self.code)).parity >= self.hosts_max:
+            raise ConfigError(
+                f"--code {code} needs at least {code.parity + 1} hosts to keep {code.parity} parity "
+                f"fragments away from the data, and this job has at most {self.hosts_max}: use "
+                f"--hosts MIN:{code.hosts}, or a code with less parity, for example --code "
+                f"{code.data}+{self.hosts_max - 1}"
+            )
+
+    def rules(self) -> Rules:
+        """What of this the decisions about the world need."""
+        return Rules(
+            job=self.job,
+            code=Code.parse(self.code) if self.code else Code(),
+            hosts_min=self.hosts_min,
+            hosts_max=self.hosts_max,
+            settle_s=self.settle_s,
+            agent_grace_s=self.agent_grace_s,
+            cut_off_s=self.store_grace_s + KILL_S,
+            form_timeout_s=self.form_timeout_s,
+            exit_grace_s=self.exit_grace_s,
+            ack_s=KILL_S + self.lease_s,
+            late_s=max(1.0, self.lease_s / 2),
+            restarts_max=self.restarts_max,
+        )
+
+    def directory(self) -> Path:
+        """Where this host's socket, lock and logs of the job are."""
+        return config.host_dir(config.run_dir(), self.job, self.host)
+
+    def logs(self) -> Path:
+        return Path(self.log_dir) / self.host if self.log_dir else self.directory() / "logs"
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def parse_hosts(text: str) -> tuple[int, int]:
+    """Reads "MIN:MAX", or "N" for exactly N.
+
+    Raises:
+        ConfigError: not of that form.
+    """
+    low, colon, high = text.partition(":")
+    if not low.isdigit() or (colon and not high.isdigit()):
+        raise ConfigError(f"--hosts {text}: expected N or MIN:MAX, for example 3:4")
+    return int(low), int(high or low)
+
+
+def own_host_name() -> str:
+    """This machine's name, as far as it can be a host's name here."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname().partition(".")[0])[:63]
+    return name if config.NAME.fullmatch(name) else "host0"

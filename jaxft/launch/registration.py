@@ -1,0 +1,183 @@
+"""This host's presence in the store, and what the store says: each kept by a thread of its own.
+
+Rules
+- A lease is renewed by a thread that does nothing else, so a busy agent does not lose it.
+- How long this host may go on without the store is counted from when the last renewal that
+  succeeded was *sent*, by the clock that also counts while the machine sleeps.
+- What is registered is state: a change that the store did not take is tried again with the next
+  renewal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from jaxft.errors import JobInUse, StoreError
+from jaxft.group.records import HOST, HostRecord, View, read_view
+from jaxft.group.world import encode
+from jaxft.launch.store import Entry, Lease, Store
+
+RENEWALS_A_LEASE = 5
+WATCH_S = 0.5
+RETRY_S = 0.1
+
+
+def boot_s() -> float:
+    """Seconds since boot, those in which the machine slept included."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Registration:
+    """Keeps this host's record in the store, under a lease, until released.
+
+    Args:
+        store: of the job.
+        lease_s: how long the record outlives its last renewal.
+    """
+
+    def __init__(self, store: Store, lease_s: float) -> None:
+        self._store = store
+        self._lease_s = lease_s
+        self._lease: Lease | None = None
+        self._record: HostRecord | None = None
+        self._written: HostRecord | None = None
+        self._taken_by = ""
+        self._renewed_s = boot_s()
+        self._lock = threading.Lock()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="jaxft-lease", daemon=True)
+
+    @property
+    def record(self) -> HostRecord | None:
+        """What is to be registered."""
+        return self._record
+
+    def put(self, record: HostRecord) -> None:
+        """Registers, or changes what is registered. Must not fail: it is tried until it succeeds."""
+        with self._lock:
+            self._record = record
+            with contextlib.suppress(StoreError):
+                self._write()
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def silent_s(self) -> float:
+        """For how long the store has not taken a renewal.
+
+        Raises:
+            JobInUse: another agent has registered under this host's name.
+        """
+        if self._taken_by:
+            raise JobInUse(
+                f"another agent ({self._taken_by}) has registered as this host: every host needs "
+                "a name of its own (--host), and a host one agent for each job"
+            )
+        return boot_s() - self._renewed_s
+
+    def release(self) -> None:
+        """Takes the record away and ends the thread."""
+        self._ending.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        with self._lock, contextlib.suppress(StoreError):
+            if self._lease is not None:
+                self._lease.release()
+            self._lease = None
+
+    def _keep(self) -> None:
+        while not self._ending.wait(self._lease_s / RENEWALS_A_LEASE):
+            with self._lock, contextlib.suppress(StoreError):
+                self._write()
+
+    def _write(self) -> None:
+        """Brings the store up to date and renews the lease."""
+        assert self._record is not None
+        sent_s = boot_s()
+        if self._lease is not None and not self._lease.renew():
+            self._lease = None
+            if self._is_taken():
+                return
+        if self._lease is None:
+            value = encode(self._record)
+            self._lease = self._store.lease(f"{HOST}{self._record.host}", value, self._lease_s)
+        elif self._record != self._written and not self._lease.update(encode(self._record)):
+            self._lease = None
+            return
+        self._written = self._record
+        self._renewed_s = sent_s
+
+    def _is_taken(self) -> bool:
+        """A lapsed lease is renewed, one that somebody else took is not."""
+        assert self._record is not None
+        key = f"{HOST}{self._record.host}"
+        entry = self._store.read(key).get(key)
+        if entry is not None:
+            other = read_view({key: entry}).hosts[self._record.host]
+            if other.agent != self._record.agent:
+                self._taken_by = other.agent
+                self._ending.set()
+                return True
+        return False
+
+
+class StoreWatcher:
+    """Follows the store in a thread, and wakes the agent when it has changed.
+
+    Args:
+        store: of the job.
+        wake: called from the thread.
+    """
+
+    def __init__(self, store: Store, wake: Callable[[], None]) -> None:
+        self._store = store
+        self._wake = wake
+        self._reading = threading.Lock()  # so that no read overtakes a later one
+        self._lock = threading.Lock()
+        self._entries: Mapping[str, Entry] | None = None
+        self._view: View | None = None
+        self._error: StoreError | None = None
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="jaxft-store", daemon=True)
+        self._thread.start()
+
+    @property
+    def error(self) -> StoreError | None:
+        """Why the store cannot be read at present."""
+        return self._error
+
+    def view(self) -> View | None:
+        """What is in the store; None while that cannot be known."""
+        with self._lock:
+            if self._error is not None or self._entries is None:
+                return None
+            if self._view is None:
+                self._view = read_view(self._entries)
+            return self._view
+
+    def refresh(self) -> None:
+        """Reads now. Raises StoreError."""
+        with self._reading:
+            entries = self._store.read()
+            with self._lock:
+                self._entries, self._view, self._error = entries, None, None
+
+    def close(self) -> None:
+        self._ending.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        changed = True
+        while not self._ending.is_set():
+            try:
+                if changed:
+                    self.refresh()
+                    self._wake()
+                changed = self._store.changed(WATCH_S)
+            except StoreError as error:
+                self._error = error
+                changed = True
+                self._wake()
+                self._ending.wait(RETRY_S)

@@ -1,0 +1,287 @@
+"""The snapshot process of this host, as its agent keeps it: started or adopted, heard, restarted.
+
+Rules
+- The agent keeps descriptors of the SMP's memory. A dead SMP is started again with them, and
+  only after it is seen dead: two never write to the same memory.
+- An SMP that dies again and again on its memory gets new memory, which counts as a lost host. One
+  that dies on new memory too ends the agent.
+- One that does not answer within a deadline is killed, and then is a dead one.
+- Whoever calls holds the host's lock, so nobody else starts one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from jaxft.errors import LaunchError, WireError
+from jaxft.group.world import Generation
+from jaxft.host import protocol
+from jaxft.host.local import LocalChannel, connect
+from jaxft.launch.console import last_lines
+from jaxft.launch.options import RunOptions
+
+START_S = 30.0
+ANSWER_S = 5.0
+CHECK_S = 2.0
+STOP_S = 4.0
+SEND_S = 1.0
+QUICK_S = 60.0
+DEATHS_ON_MEMORY = 3
+DEATHS_MAX = 6
+
+
+class Up(msgspec.Struct, frozen=True):
+    """It is there and has answered. `how` is "started", "restarted" (with its memory), "adopted"."""
+
+    welcome: protocol.Welcome
+    how: str
+
+
+class Died(msgspec.Struct, frozen=True):
+    """It is dead, and another one is on its way."""
+
+    pid: int
+
+
+Happening = Up | Died | protocol.ServerMessage
+
+
+class SnapshotProcess:
+    """One SMP, whichever process it is at present.
+
+    Args:
+        options: of the run.
+        directory: holds the socket.
+        log: file for its output.
+        say: tells a person.
+    """
+
+    def __init__(
+        self, options: RunOptions, directory: Path, log: Path, say: Callable[[str], None]
+    ) -> None:
+        self._options = options
+        self._socket = directory / "smp.sock"
+        self._directory = directory
+        self._log = log
+        self._say = say
+        self._channel: LocalChannel | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._fds: tuple[int, ...] = ()
+        self._how = "started"
+        self._deadline_s: float | None = None
+        self._deaths: deque[float] = deque(maxlen=DEATHS_MAX)
+        self.pid = 0
+        self.welcome: protocol.Welcome | None = None
+
+    def begin(self) -> None:
+        """Adopts the SMP that a dead agent left, or starts one."""
+        if self._socket.exists():
+            with contextlib.suppress(WireError):
+                self._adopt(connect(self._socket, 0.0))
+                return
+        self._start()
+
+    @property
+    def socket(self) -> Path:
+        return self._socket
+
+    @property
+    def is_up(self) -> bool:
+        """Has it answered, and is it there as far as is known?"""
+        return self.welcome is not None
+
+    def fds(self) -> list[int]:
+        """What to wait for: its death, and its messages."""
+        fds = [self._pidfd] if self._pidfd >= 0 else []
+        if self._channel is not None and self._channel.fileno() >= 0:
+            fds.append(self._channel.fileno())
+        return fds
+
+    def poll(self) -> list[Happening]:
+        """What has happened since the last call. Never waits.
+
+        Raises:
+            LaunchError: it does not stay alive.
+        """
+        if _is_readable(self._pidfd):
+            died = Died(self.pid)
+            self._listen_to_the_end()
+            self._bury()
+            self._start()
+            return [died]
+        if self._deadline_s is not None and time.monotonic() > self._deadline_s:
+            self._say(f"the SMP (pid {self.pid}) does not answer and is killed")
+            self.kill()
+            return []
+        if self._channel is None:
+            self._greet()
+            return []
+        happened = self._listen(self._channel)
+        if self._channel.ended:
+            # Dead in a moment, or it has given this connection up: then it is greeted again.
+            self._channel.close()
+            self._channel, self.welcome = None, None
+            self._expect_answer(ANSWER_S)
+        return happened
+
+    def send(self, message: protocol.ClientMessage) -> None:
+        """Tells it, if it is up; what it must know is repeated when it is `Up` again."""
+        if self._channel is not None and self.is_up:
+            with contextlib.suppress(WireError):
+                self._channel.send(protocol.encode(message), timeout_s=SEND_S)
+
+    def enter(self, generation: Generation) -> None:
+        self.send(protocol.Enter(generation=generation))
+
+    def check(self) -> None:
+        """Somebody doubts that it answers: it must, within CHECK_S, or it is killed."""
+        if self.is_up:
+            self._expect_answer(CHECK_S)
+            self.send(protocol.Inspect())
+
+    def kill(self) -> None:
+        """SIGKILL; `poll` then sees it dead."""
+        self._deadline_s = None
+        if self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Ends it within STOP_S and a moment, also one that hangs, and lets its memory go."""
+        if self._channel is not None:
+            with contextlib.suppress(WireError):
+                self._channel.send(protocol.encode(protocol.Stop()), timeout_s=SEND_S)
+        if self._pidfd >= 0 and not _is_readable(self._pidfd, STOP_S):
+            self._say(f"the SMP (pid {self.pid}) does not end and is killed")
+            self.kill()
+            _is_readable(self._pidfd, STOP_S)
+        self._bury()
+        self._let_memory_go()
+
+    # -------------------------------------------------------------------- starting
+
+    def _start(self) -> None:
+        self._mind_deaths()
+        command = [sys.executable, "-m", "jaxft.host.smp"]
+        command += ["--job", self._options.job, "--host", self._options.host]
+        command += ["--dir", str(self._directory)]
+        command += ["--orphan-s", str(self._options.orphan_s)]
+        command += ["--silence-s", str(self._options.silence_s)]
+        command += ["--rejoin-s", str(self._options.rejoin_s)]
+        if self._fds:
+            command += ["--fds", ",".join(map(str, self._fds))]
+        with self._log.open("ab") as log:
+            self._child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=self._fds,
+                start_new_session=True,
+            )
+        self.pid = self._child.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        self._how = "restarted" if self._fds else "started"
+        self._expect_answer(START_S)
+
+    def _adopt(self, channel: LocalChannel) -> None:
+        self.pid = channel.peer_pid
+        self._pidfd = os.pidfd_open(self.pid)
+        self._how = "adopted"
+        self._expect_answer(ANSWER_S)
+        self._hello(channel)
+
+    def _mind_deaths(self) -> None:
+        now_s = time.monotonic()
+        quick = [at_s for at_s in self._deaths if now_s - at_s < QUICK_S]
+        if len(quick) >= DEATHS_MAX:
+            raise LaunchError(
+                f"host {self._options.host}: the SMP died {len(quick)} times within {QUICK_S:g} s. "
+                f"The end of its log {self._log}:\n{last_lines(self._log)}"
+            )
+        if len(quick) >= DEATHS_ON_MEMORY and self._fds:
+            self._say("the SMP keeps dying on its memory: it is started with new, empty memory")
+            self._let_memory_go()
+
+    def _bury(self) -> None:
+        """Reaps a dead SMP; its memory is kept."""
+        self._deaths.append(time.monotonic())
+        if self._channel is not None:
+            self._channel.close()
+        if self._child is not None:
+            self._child.wait()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+        self._channel, self._child, self._pidfd, self.welcome = None, None, -1, None
+
+    def _let_memory_go(self) -> None:
+        fds, self._fds = self._fds, ()
+        for fd in fds:
+            os.close(fd)
+
+    # -------------------------------------------------------------------- talking
+
+    def _greet(self) -> None:
+        with contextlib.suppress(WireError):
+            channel = connect(self._socket, 0.0)
+            if channel.peer_pid != self.pid:
+                channel.close()
+                return
+            self._hello(channel)
+
+    def _hello(self, channel: LocalChannel) -> None:
+        self._channel = channel
+        with contextlib.suppress(WireError):
+            hello = protocol.Hello(role="agent", pid=os.getpid())
+            channel.send(protocol.encode(hello), timeout_s=SEND_S)
+
+    def _listen(self, channel: LocalChannel) -> list[Happening]:
+        happened: list[Happening] = []
+        try:
+            for payload, fds in channel.drain():
+                message = protocol.decode_server(payload)
+                if isinstance(message, protocol.Welcome):
+                    self._let_memory_go()
+                    self._fds, self.welcome = fds, message
+                    self._deadline_s = None
+                    happened.append(Up(message, self._how))
+                    continue
+                for fd in fds:
+                    os.close(fd)
+                if isinstance(message, protocol.Inspection):
+                    self._deadline_s = None
+                else:
+                    happened.append(message)
+        except (WireError, msgspec.MsgspecError) as error:
+            self._say(f"the SMP (pid {self.pid}) said what cannot be understood: {error}")
+            self.kill()
+        return happened
+
+    def _listen_to_the_end(self) -> None:
+        """What a dead SMP has said last may carry descriptors, which are closed."""
+        if self._channel is not None:
+            self._listen(self._channel)
+
+    def _expect_answer(self, within_s: float) -> None:
+        self._deadline_s = time.monotonic() + within_s
+
+
+def _is_readable(fd: int, timeout_s: float = 0.0) -> bool:
+    """Of a pidfd: is the process dead?"""
+    if fd < 0:
+        return False
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(timeout_s * 1000))

@@ -1,0 +1,331 @@
+"""Restoring: from the plan that the root made to arrays on the mesh of now.
+
+    the plan is told -> manifests -> what this process needs of which segment
+        -> own slot (mapped, checked here) and peers (fetched and checked by the SMP)
+        -> arrays -> verified -> everybody has verified -> the caller gets the tree
+
+No rank returns before all have verified. Damage that one finds goes to the root, which plans again
+for all.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from jaxft.device.assembly import Table, Targets, assemble, match, needs
+from jaxft.errors import (
+    ChunkDamaged,
+    JaxftError,
+    NothingRecoverable,
+    RestoreTimeout,
+    TreeMismatch,
+)
+from jaxft.group.manifest import Manifest, SnapshotId
+from jaxft.group.messages import Damage, Plan
+from jaxft.host import protocol as p
+from jaxft.host.client import SmpClient
+from jaxft.host.layout import GroupLayout, SegmentCheck, decode_manifest
+from jaxft.host.memory import Bytes
+
+if TYPE_CHECKING:
+    from jaxft.fallback import OrbaxFallback
+
+_log = logging.getLogger(__name__)
+_numbers = itertools.count(1)
+
+
+class Restored(msgspec.Struct, frozen=True, kw_only=True):
+    """What `restore` gives.
+
+    Attributes:
+        state: the tree, on the shardings of the target.
+        step: the step it was saved with.
+        extras: what this rank saved with it (rank 0's, where this rank did not exist then).
+        extras_by_rank: what every rank saved with it.
+        source: "own" (every host still had its memory), "peer" (the bytes moved between hosts),
+            "rebuilt" (a lost host's bytes were computed from parity) or "orbax" (storage).
+        id: the snapshot's identity, None for a checkpoint that plain Orbax wrote.
+        reasons: why newer snapshots were not taken.
+        seconds: how long it took from the plan to the arrays.
+    """
+
+    state: Any
+    step: int
+    extras: Any
+    extras_by_rank: dict[int, Any]
+    source: str
+    id: SnapshotId | None
+    reasons: tuple[str, ...]
+    seconds: float
+
+
+class _Damaged(ChunkDamaged):
+    """Fragments that this rank found damaged."""
+
+    def __init__(self, damaged: Sequence[Damage], message: str) -> None:
+        super().__init__(message)
+        self.damaged = tuple(damaged)
+
+
+class SnapshotReader:
+    """Reads one snapshot through this host's SMP.
+
+    Args:
+        client: the connection.
+        identity: the snapshot.
+        own: (slot, place) of this host's own share of it, None if there is none.
+        attempt: of the plan that it is read for; a newer plan ends every wait. None: for no plan.
+        timeout_s: for each thing that is waited for.
+    """
+
+    def __init__(
+        self,
+        client: SmpClient,
+        identity: SnapshotId,
+        own: tuple[int, int] | None,
+        *,
+        attempt: int | None,
+        timeout_s: float,
+    ) -> None:
+        self.client = client
+        self.id = identity
+        self.own = own
+        self.attempt = attempt
+        self.timeout_s = timeout_s
+        self.manifests = self._read_manifests()
+
+    def _read_manifests(self) -> dict[int, Manifest]:
+        """The manifests of all segments, by place."""
+        key = str(self.id)
+        self.client.manifests.pop(key, None)
+        self.client.say(p.WantManifests(id=self.id), open_as="manifests")
+        told = self.client.wait(
+            lambda: self._unless_replanned(self.client.manifests.get(key)),
+            self.timeout_s,
+            f"the manifests of snapshot {self.id}",
+        )
+        self.client.close_open("manifests")
+        if told.damaged:
+            raise _Damaged(told.damaged, told.error)
+        if told.error:
+            raise JaxftError(told.error)
+        manifests = [decode_manifest(one) for one in told.manifests]
+        return {manifest.host: manifest for manifest in manifests}
+
+    def _unless_replanned(self, found: Any) -> Any:
+        """A new plan ends every wait for the old one."""
+        told = self.client.plan
+        stale = self.attempt is not None and told is not None and told.plan.attempt > self.attempt
+        if found is None and stale:
+            raise _Replanned
+        return found
+
+    def assemble(self, targets: Targets) -> Any:
+        """The tree, from bytes that were all checked."""
+        pieces = needs(targets)
+        views: dict[int, list[tuple[int, Bytes]]] = {}
+        if self.own is not None and self.own[1] in pieces:
+            slot, place = self.own
+            views[place] = self._own_views(slot, place, pieces.pop(place))
+        number = next(_numbers)
+        views.update(self._fetch(number, pieces))
+        try:
+            return assemble(targets, lambda *what: _find(views, *what))
+        finally:
+            views.clear()
+            self.client.say(p.Release(number=number))
+
+    def _own_views(
+        self, slot: int, place: int, pieces: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, Bytes]]:
+        """Pieces of this host's own segment, mapped and checked."""
+        manifest = self.manifests[place]
+        arena = self.client.slot(slot, manifest.length)
+        check = SegmentCheck(manifest)
+        views, bad = [], []
+        for start, nbytes in pieces:
+            view = arena.view(start, nbytes)
+            bad += list(check.bad_chunks(start, view))
+            views.append((start, view))
+        if bad:
+            world = manifest.world
+            layout = GroupLayout(world.group_of(place), self.manifests)
+            damaged = {layout.damage_at(place, at) for at in bad}
+            raise _Damaged(
+                sorted(damaged),
+                f"snapshot {self.id}: {len(bad)} chunks of {world.hosts[place]}'s own memory do "
+                "not have their checksums; they count as lost",
+            )
+        return views
+
+    def _fetch(
+        self, number: int, pieces: dict[int, list[tuple[int, int]]]
+    ) -> dict[int, list[tuple[int, Bytes]]]:
+        """Pieces of other segments, brought and checked by the SMP."""
+        extents = tuple(
+            p.Extent(host, start, start + nbytes)
+            for host, spans in pieces.items()
+            for start, nbytes in spans
+        )
+        if not extents:
+            return {}
+        self.client.say(p.Fetch(number=number, id=self.id, extents=extents), open_as="fetch")
+        told, arena = self.client.wait(
+            lambda: self._unless_replanned(self.client.fetched.pop(number, None)),
+            self.timeout_s,
+            f"{len(extents)} pieces of snapshot {self.id}",
+        )
+        self.client.close_open("fetch")
+        if told.damaged:
+            raise _Damaged(told.damaged, told.error)
+        if told.error or arena is None:
+            raise JaxftError(told.error)
+        views: dict[int, list[tuple[int, Bytes]]] = {}
+        for extent, offset in zip(extents, told.offsets, strict=True):
+            view = arena.view(offset, extent.stop - extent.start)
+            views.setdefault(extent.host, []).append((extent.start, view))
+        arena.close()
+        return views
+
+
+class _Replanned(Exception):
+    """The root has made another plan meanwhile."""
+
+
+def _find(views: dict[int, list[tuple[int, Bytes]]], host: int, offset: int, nbytes: int) -> Bytes:
+    for start, view in views[host]:
+        if start <= offset and offset + nbytes <= start + view.size:
+            return view[offset - start : offset - start + nbytes]
+    raise AssertionError(f"bytes {offset} to {offset + nbytes} of segment {host} were not fetched")
+
+
+def restore(
+    client: SmpClient,
+    like: Any,
+    *,
+    rank: int,
+    fallback: OrbaxFallback | None,
+    strict: bool,
+    timeout_s: float,
+) -> Restored | None:
+    """Restores what the root chose, and returns when every rank has.
+
+    Raises:
+        TreeMismatch: `like` is not the tree that was saved.
+        NothingRecoverable: there was a committed snapshot and nothing can give it back.
+        RestoreTimeout: the others did not come within `timeout_s`.
+    """
+    attempt = 0
+    while True:
+        told = _next_plan(client, attempt, timeout_s)
+        attempt = told.plan.attempt
+        try:
+            restored = _follow(client, told, like, rank, fallback, strict, timeout_s)
+        except _Replanned:
+            continue
+        except _Damaged as error:
+            _log.warning("%s", error)
+            message = p.RestoreFailed(attempt=attempt, reason=str(error), damaged=error.damaged)
+            client.say(message, open_as="restored")
+            continue
+        client.say(p.Restored(attempt=attempt, how="verified"), open_as="restored")
+        if _settled(client, attempt, timeout_s):
+            return restored
+
+
+def _next_plan(client: SmpClient, after: int, timeout_s: float) -> p.PlanTold:
+    def newer() -> p.PlanTold | None:
+        told = client.plan
+        return told if told is not None and told.plan.attempt > after else None
+
+    try:
+        return client.wait(newer, timeout_s, "the decision which snapshot to restore")
+    except JaxftError as error:
+        raise RestoreTimeout(str(error)) from error
+
+
+def _settled(client: SmpClient, attempt: int, timeout_s: float) -> bool:
+    """Waits until every rank has restored; False if another plan came instead."""
+
+    def known() -> bool | None:
+        if client.settled is not None:
+            return True
+        told = client.plan
+        return False if told is not None and told.plan.attempt > attempt else None
+
+    try:
+        return client.wait(known, timeout_s, "the word that every rank has restored")
+    except JaxftError as error:
+        raise RestoreTimeout(str(error)) from error
+
+
+def _follow(
+    client: SmpClient,
+    told: p.PlanTold,
+    like: Any,
+    rank: int,
+    fallback: OrbaxFallback | None,
+    strict: bool,
+    timeout_s: float,
+) -> Restored | None:
+    """Restores one plan here."""
+    plan = told.plan
+    began_s = time.monotonic()
+    if plan.chosen is not None:
+        reader = SnapshotReader(
+            client, plan.chosen, told.own, attempt=plan.attempt, timeout_s=timeout_s
+        )
+        manifests = reader.manifests
+        state = reader.assemble(match(like, Table.of(manifests.values()), strict=strict))
+        extras = _extras(manifests)
+    elif plan.storage is not None:
+        if fallback is None:
+            raise NothingRecoverable("the plan names a checkpoint and no fallback is configured")
+        try:
+            state, extras = fallback.restore(plan.storage, like)
+        except (TreeMismatch, NothingRecoverable):
+            raise
+        except Exception as error:
+            _log.exception("checkpoint of step %d cannot be read", plan.step)
+            reason = f"checkpoint of step {plan.step}: {error}"
+            failed = p.RestoreFailed(attempt=plan.attempt, reason=reason)
+            client.say(failed, open_as="restored")
+            raise _Replanned from error
+    else:
+        _refuse_to_start_over(plan)
+        return None
+    return Restored(
+        state=state,
+        step=plan.step,
+        extras=extras.get(rank, extras.get(0)),
+        extras_by_rank=extras,
+        source=plan.source,
+        id=plan.base,
+        reasons=plan.reasons,
+        seconds=time.monotonic() - began_s,
+    )
+
+
+def _extras(manifests: dict[int, Manifest]) -> dict[int, Any]:
+    return {
+        part.rank: msgspec.msgpack.decode(part.extras) if part.extras else None
+        for manifest in manifests.values()
+        for part in manifest.parts
+    }
+
+
+def _refuse_to_start_over(plan: Plan) -> None:
+    """A job that lost what it had does not silently begin anew."""
+    if plan.newest_known is not None:
+        reasons = "; ".join(plan.reasons)
+        raise NothingRecoverable(
+            f"snapshot {plan.newest_known} was committed and cannot be given back: {reasons}. "
+            "Bring back the lost hosts, or give an OrbaxFallback with a checkpoint, or start anew "
+            "with fresh=True"
+        )

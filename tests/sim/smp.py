@@ -1,0 +1,395 @@
+"""The SMP's driver: performs what its core wants, and tells it what happens.
+
+What takes time (sealing, coding, rebuilding) is a job in small steps on the clock. A step that has
+begun lands even if it was told to stop meanwhile; a job that stands still wakes up later.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from jaxft.group import events as e
+from jaxft.group.host import HostCore
+from jaxft.group.manifest import Manifest, SnapshotId
+from jaxft.group.messages import Blob, Body, Damage, Envelope, ManifestNotice, Plan
+from jaxft.group.world import Generation
+from tests.sim.memory import PIECES, Memory, Parity, checks, damage_found
+
+if TYPE_CHECKING:
+    from tests.sim.machine import Machine
+    from tests.sim.rank import Rank
+
+PULL_S = 1.2
+LOCAL_S = 0.001
+
+
+class Smp:
+    """One start of a host's snapshot process on its memory."""
+
+    def __init__(self, machine: Machine, memory: Memory) -> None:
+        self.machine = machine
+        self.sim = machine.sim
+        self.memory = memory
+        memory.ledger = msgspec.structs.replace(memory.ledger, boots=memory.ledger.boots + 1)
+        self.core = HostCore(machine.name, machine.address, memory.ledger, self.sim.setup.timing)
+        self.alive = True
+        self.crash_after: int | None = None
+        self.jobs: set[Work] = set()
+        self.rebuilt: dict[tuple[SnapshotId, int], tuple[Manifest, list[int]]] = {}
+        self.freezing: int | None = None
+        self.cause: int = 0
+        self.sim.at(self.sim.soon(0.05, 0.25), self._tick)
+
+    def die(self) -> None:
+        self.alive = False
+        for work in self.jobs:
+            work.alive = False
+
+    # ------------------------------------------------------------------ what happens
+
+    def _tick(self) -> None:
+        if self.alive:
+            self.deliver(e.Ticked())
+            self.sim.at(0.25, self._tick)
+
+    def enter(self, generation: Generation) -> None:
+        self.deliver(e.EnterWanted(generation))
+        if self.machine.helper is not None and self.machine.generation is generation:
+            self.machine.helper.tell()
+
+    def receive(self, envelope: Envelope) -> None:
+        """Drops what is not of this generation, or not from the memory it was formed with."""
+        if not self.alive:
+            return
+        if self.machine.paused:
+            self.machine.backlog.append((self.receive, (envelope,)))
+            return
+        generation = self.core.keeper.generation
+        if not self.sim.accept_foreign:
+            if generation is None or generation.number != envelope.generation:
+                return
+            members = (*generation.hosts, *generation.holders)
+            arenas = {member.host: member.arena for member in members}
+            if generation.nonce != envelope.nonce or arenas.get(envelope.sender) != envelope.arena:
+                return
+        self.cause = envelope.generation
+        self.deliver(e.Heard(envelope.sender, envelope.body))
+        self.cause = 0
+
+    def deliver(self, event: e.Event) -> None:
+        if not self.alive:
+            return
+        if self.machine.paused:
+            if not isinstance(event, e.Ticked):
+                self.machine.backlog.append((self.deliver, (event,)))
+            return
+        if not isinstance(event, e.Ticked):
+            self.sim.log(self.machine.name, event)
+        for effect in self.core.handle(event, self.sim.now):
+            if self.crash_after is not None:
+                self.crash_after -= 1
+                if self.crash_after < 0:
+                    self.machine.kill_smp()
+                    return
+            self.perform(effect)
+
+    # ------------------------------------------------------------------ what is done
+
+    def perform(self, effect: e.Effect) -> None:
+        match effect:
+            case e.Send(address, body):
+                self._send(address, body)
+                return
+            case e.SendManifest(address, slot, wanted):
+                manifest = self.memory.slots[slot].manifest
+                if manifest is not None:
+                    self._send(address, ManifestNotice(manifest=manifest, wanted=wanted))
+                return
+            case _:
+                self.sim.log(self.machine.name, effect)
+        match effect:
+            case e.WriteLedger(ledger):
+                old, self.memory.ledger = self.memory.ledger, ledger
+                self.sim.checker.on_ledger(self.machine, old, ledger, self.cause)
+            case e.Freeze(number):
+                self.freezing = number
+                for work in self.jobs:
+                    work.stopped = True
+                self.machine.helper = None
+                self.try_frozen()
+            case e.Grant():
+                self._grant(effect)
+            case e.Seal():
+                Sealing(self, effect)
+            case e.Code():
+                Coding(self, effect)
+            case e.StopCoding(identity):
+                running = [one for one in self.jobs if isinstance(one, Coding)]
+                for one in running:
+                    if one.order.id == identity:
+                        one.stopped = True
+            case e.Rebuild(plan):
+                Rebuilding(self, plan)
+            case e.ReleaseRebuilt():
+                self.rebuilt.clear()
+            case e.TellPersist(order):
+                self.machine.persist(order)
+            case e.DeclareFault(host, reason):
+                assert self.core.keeper.generation is not None
+                self.sim.oracle.fault(self.core.keeper.generation.number, f"{host}: {reason}")
+            case e.Announce(kind, detail):
+                self.sim.checker.on_announce(kind, detail)
+            case e.TellPlan() | e.TellSettled() | e.TellStaged() | e.TellOutcome():
+                for rank in self._ranks():
+                    rank.hear(effect)
+            case _:
+                raise AssertionError(f"nobody performs {effect}")
+
+    def _send(self, address: str, body: Body) -> None:
+        generation = self.core.keeper.generation
+        assert generation is not None
+        envelope = Envelope(
+            job="job",
+            generation=generation.number,
+            nonce=generation.nonce,
+            sender=self.machine.name,
+            arena=self.memory.arena,
+            body=body,
+        )
+        self.sim.send(envelope, address)
+
+    def _ranks(self) -> list[Rank]:
+        return [rank for rank in self.machine.ranks if rank.alive and rank.smp is self]
+
+    def _grant(self, grant: e.Grant) -> None:
+        self.sim.checker.on_grant(self.machine, grant)
+        if self.sim.chance(0.01):
+            self.sim.at(LOCAL_S, self.deliver, e.GrantFailed(grant.id, "no memory"))
+            return
+        for rank in self._ranks():
+            rank.hear(grant)
+
+    def try_frozen(self) -> None:
+        """Frozen once nothing of the old generation can write any more."""
+        if self.freezing is None or not self.alive or self.jobs:
+            return
+        if any(r.alive and r.generation.number < self.freezing for r in self.machine.ranks):
+            return
+        number, self.freezing = self.freezing, None
+        self.sim.at(LOCAL_S, self.deliver, e.Frozen(number))
+
+    # ------------------------------------------------------------------ serving peers
+
+    def serve(self, identity: SnapshotId, place: int) -> tuple[Manifest | None, list[int]] | None:
+        """A segment that lies in a slot: its manifest (None: damaged) and its pieces."""
+        found = self.memory.find(identity)
+        if found is None or found[0].host != place:
+            return None
+        content = found[1]
+        return content.manifest, [content.pieces.get(index, 0) for index in sorted(content.pieces)]
+
+
+class Work:
+    """A job of the SMP, in steps. It dies with the SMP and stands still with the host."""
+
+    def __init__(self, smp: Smp) -> None:
+        self.smp = smp
+        self.sim = smp.sim
+        self.alive = True
+        self.stopped = False
+        self.deadline_s = self.sim.now + PULL_S
+        smp.jobs.add(self)
+        self.again(self.sim.soon(0.005, 0.05))
+
+    def again(self, delay_s: float) -> None:
+        if self.sim.chance(0.02):
+            delay_s += self.sim.random.uniform(0.3, 1.5)
+        self.sim.at(delay_s, self._wake)
+
+    def _wake(self) -> None:
+        if not self.alive:
+            return
+        if self.smp.machine.paused:
+            self.smp.machine.backlog.append((self._wake, ()))
+            return
+        self.step()
+
+    def step(self) -> None:
+        raise NotImplementedError
+
+    def end(self, event: e.Event) -> None:
+        self.alive = False
+        self.smp.jobs.discard(self)
+        self.sim.at(LOCAL_S, self.smp.deliver, event)
+        self.smp.try_frozen()
+
+    def pull(self, place: int, address: str, identity: SnapshotId) -> tuple[Manifest, bool] | str:
+        """A peer's manifest and whether its pieces match it; or why there is nothing."""
+        machine = self.sim.reader(self.smp.machine.name, address)
+        if machine is None or machine.smp is None:
+            return "cannot be reached"
+        served = machine.smp.serve(identity, place)
+        if served is None:
+            return "does not hold it"
+        if served[0] is None:
+            return "damaged manifest"
+        return served[0], True
+
+
+class Sealing(Work):
+    """Writes the manifest of the parts into the slot."""
+
+    def __init__(self, smp: Smp, order: e.Seal) -> None:
+        self.order = order
+        super().__init__(smp)
+
+    def step(self) -> None:
+        order, machine = self.order, self.smp.machine
+        self.sim.checker.on_write(machine, order.slot, order.id, "manifest")
+        record = self.smp.memory.ledger.slots[order.slot]
+        self.smp.memory.slots[order.slot].manifest = Manifest(
+            id=order.id,
+            step=order.step,
+            host=order.host,
+            world=record.world,
+            plan=order.plan,
+            leaves=(),
+            parts=order.parts,
+            length=64 * len(order.parts),
+            lanes=((0, 64 * len(order.parts)),),
+        )
+        self.end(e.SegmentSealed(order.id, 64 * len(order.parts), Blob(64, 8, 1)))
+
+
+class Coding(Work):
+    """Pulls the other members' pieces, then writes this member's parity, piece by piece."""
+
+    def __init__(self, smp: Smp, order: e.Code) -> None:
+        self.order = order
+        world, own = order.record.world, order.record.host
+        self.mates = [host for host in world.group_of(own).hosts if host != own]
+        self.sources = list(self.mates)
+        self.manifests = {manifest.host: manifest for manifest in order.manifests}
+        self.read: dict[int, list[int]] = {}
+        self.landing: int | None = None
+        self.todo = list(range(smp.sim.setup.ranks * PIECES))
+        super().__init__(smp)
+
+    def step(self) -> None:
+        content = self.smp.memory.slots[self.order.slot]
+        if self.landing is not None:
+            self.sim.checker.on_write(
+                self.smp.machine, self.order.slot, self.order.id, "parity"
+            )
+            content.parity[self.landing] = self._parity(self.landing)
+            self.landing = None
+        if self.stopped:
+            self.end(e.CodingFailed(self.order.id, "stopped"))
+        elif self.sources:
+            self._pull(self.sources[0])
+        elif self.todo:
+            self.landing = self.todo.pop(0)
+            self.again(self.sim.soon(0.005, 0.04))
+        else:
+            content.group = dict(self.manifests)
+            self.end(e.CodingDone(self.order.id, Blob(128, 64, 2), Blob(192, 8, 3)))
+
+    def _parity(self, piece: int) -> Parity:
+        return tuple((mate, self.read[mate][piece]) for mate in self.mates)
+
+    def _pull(self, mate: int) -> None:
+        address = dict(self.order.addresses)[mate]
+        machine = self.sim.reader(self.smp.machine.name, address)
+        served = None
+        if machine is not None and machine.smp is not None:
+            served = machine.smp.serve(self.order.id, mate)
+        if served is None:
+            if self.sim.now > self.deadline_s:
+                self.end(e.CodingFailed(self.order.id, f"{address} does not give its segment"))
+            else:
+                self.again(0.1)
+            return
+        manifest = self.manifests.get(mate) or served[0]
+        wrong = [] if manifest is None else [
+            index for index, token in enumerate(checks(manifest)) if served[1][index] != token
+        ]
+        if manifest is None or wrong:
+            self.end(e.CodingFailed(self.order.id, f"damaged bytes from {address}"))
+            return
+        self.manifests[mate] = manifest
+        self.read[mate] = served[1]
+        self.sources.pop(0)
+        self.again(self.sim.soon(0.005, 0.05))
+
+
+class Rebuilding(Work):
+    """Rebuilds the segments that a plan gives to this host into memory of their own."""
+
+    def __init__(self, smp: Smp, plan: Plan) -> None:
+        self.plan = plan
+        self.places = [
+            segment.host
+            for segment in plan.segments
+            if segment.rebuilt and segment.address == smp.machine.address
+        ]
+        for other in list(smp.jobs):
+            if isinstance(other, Rebuilding):
+                other.stopped = True
+        super().__init__(smp)
+
+    def step(self) -> None:
+        identity = self.plan.chosen
+        assert identity is not None
+        if self.stopped:
+            self.end(e.RebuildFailed(self.plan.attempt, "stopped"))
+            return
+        while self.places:
+            result = self._rebuild(self.places[0], identity)
+            if isinstance(result, str):
+                if self.sim.now > self.deadline_s:
+                    self.end(e.RebuildFailed(self.plan.attempt, result))
+                else:
+                    self.again(0.1)
+                return
+            if isinstance(result, Damage):
+                damaged = (result,)
+                self.end(e.RebuildFailed(self.plan.attempt, "damaged fragment", damaged))
+                return
+            self.smp.rebuilt[identity, self.places.pop(0)] = result
+        self.end(e.Rebuilt(self.plan.attempt))
+
+    def _rebuild(
+        self, place: int, identity: SnapshotId
+    ) -> tuple[Manifest, list[int]] | Damage | str:
+        shares = dict(self.plan.shares)
+        manifest: Manifest | None = None
+        pieces: dict[int, int] = {}
+        for mate in self.plan.world.group_of(place).hosts:
+            if mate not in shares:
+                continue
+            machine = self.sim.reader(self.smp.machine.name, shares[mate])
+            found = None
+            if machine is not None and machine.smp is not None:
+                found = machine.smp.memory.find(identity)
+            if found is None:
+                return f"{shares[mate]} does not give its share"
+            content = found[1]
+            if content.manifest is None:
+                return Damage(mate)
+            for index in range(self.sim.setup.ranks * PIECES):
+                if Damage(mate, 0, index) in self.plan.damaged:
+                    continue
+                parity = content.parity.get(index)
+                if parity is None or index in damage_found(content.manifest, content):
+                    return Damage(mate, 0, index)
+                known = dict(parity)
+                if place in known:
+                    pieces[index] = known[place]
+            manifest = content.group.get(place, manifest)
+            if mate == place:
+                manifest = content.manifest
+        if manifest is None or len(pieces) < self.sim.setup.ranks * PIECES:
+            return f"too little is left to rebuild place {place}"
+        return manifest, [pieces[index] for index in sorted(pieces)]
