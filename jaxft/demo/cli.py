@@ -20,7 +20,6 @@ from jaxft.errors import ConfigError, LaunchError
 from jaxft.status.live import Display, RunView
 
 FAILED = 1
-MISUSED = 2
 
 _FAIL_HELP = (
     "What to kill: none, rank, smp, agent, host or hosts:N, with @step or @step:hostK. May be "
@@ -54,28 +53,20 @@ def demo(
     Exit status 0 only if every loss and the last state are equal, bit for bit.
     """
     console = Console()
-    try:
-        _check_installed()
-        options = plan_demo(
-            hosts=hosts,
-            code=code,
-            steps=steps,
-            every=every,
-            seed=seed,
-            elastic=elastic,
-            fallback=fallback,
-            fail=fail or [],
-        )
-    except ConfigError as error:
-        console.print(f"jaxft: error: {error}", style="red", markup=False)
-        raise typer.Exit(MISUSED) from None
+    _check_installed()
+    options = plan_demo(
+        hosts=hosts,
+        code=code,
+        steps=steps,
+        every=every,
+        seed=seed,
+        elastic=elastic,
+        fallback=fallback,
+        fail=fail or [],
+    )
     directory = Path(tempfile.mkdtemp(prefix="jaxft-demo-")) if keep is None else keep.absolute()
     started_s = time.monotonic()
-    try:
-        report = _run(options, directory, console)
-    except LaunchError as error:
-        console.print(f"jaxft: error: {error}", style="red", markup=False)
-        raise typer.Exit(FAILED) from None
+    report = _run(options, directory, console)
     _tell(report, console, time.monotonic() - started_s)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")

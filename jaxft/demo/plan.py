@@ -130,8 +130,8 @@ def _with_steps(wishes: list[_Wish], steps: int, every: int) -> list[_Wish]:
 
 
 def _before_due(step: int, every: int) -> int:
-    """The step near `step` that is the last before a snapshot is due."""
-    return max(1, step - step % every + every - 1)
+    """The last step up to `step` after which a snapshot is due: they come at 1, 1 + every, ..."""
+    return max(1, step - step % every)
 
 
 def _victims(wish: _Wish, hosts: int, groups: Sequence[Group]) -> tuple[str, ...]:
@@ -222,6 +222,11 @@ def plan_demo(
             "snapshots"
         )
     parsed = Code.parse(code)
+    if parsed.parity >= hosts:
+        raise ConfigError(
+            f"--code {code} needs at least {parsed.parity + 1} hosts; use more --hosts, or --code "
+            f"{parsed.data}+{hosts - 1}"
+        )
     failures = parse_failures(fail, hosts=hosts, code=parsed, steps=steps, every=every)
     options = DemoOptions(
         hosts=hosts,

@@ -19,18 +19,12 @@ from jaxft.demo.controller import RunLog, Strike
 from jaxft.demo.digest import ReplicasDiffer, combine
 from jaxft.demo.plan import DemoOptions
 from jaxft.status.events import Event
+from jaxft.status.live import SOURCES
 
 # Relative; what adding up in another order comes to within the demo's steps stays far below.
 LOSS_TOLERANCE = 2e-2
 
-_SOURCES = {
-    "own": "own memory",
-    "peer": "peers' memory",
-    "rebuilt": "rebuilt from parity",
-    "orbax": "Orbax checkpoint",
-    "none": "nothing: from the start",
-}
-_NOTICED = ("fault", "host_lost", "rank_exited", "smp_exited", "ranks_killed", "smp_restarted")
+_NOTICED = ("fault", "host_lost", "rank_exited", "smp_died")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +274,7 @@ def table(report: Report) -> Table:
             str(failure.at_step),
             _time(failure.detect_s),
             "-" if failure.restored_step is None else f"step {failure.restored_step}",
-            _SOURCES.get(failure.source or "", failure.source or "-"),
+            SOURCES.get(failure.source or "", failure.source or "-"),
             "-" if failure.lost_steps is None else f"{failure.lost_steps} steps",
             _time(failure.resume_s),
         )

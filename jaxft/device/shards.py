@@ -157,14 +157,18 @@ class _Planner:
         if leaf.kind == "literal":
             return
         sharding = None if leaf.kind == "numpy" else value.sharding
-        itemsize = element(leaf).itemsize
         if sharding is None or self._is_local(leaf, sharding):
             self._hash.update(b"local")
-            owner = self._turn("process") % self._processes.count
-            shards = _shards(sharding, leaf, self._processes.of)
-            self._cut(number, shards, itemsize, mine=owner == self._processes.index)
+            # Which devices of its own a process has it on is no business of the others: it must
+            # not change their turns.
+            turn, owner = divmod(self._turn("process"), self._processes.count)
+            if owner == self._processes.index:
+                shards = _shards(sharding, leaf, self._processes.of)
+                self._cut(number, shards, _are_small(shards, leaf), turn)
         else:
-            self._cut(number, self._global_shards(sharding, leaf), itemsize, mine=True)
+            shards = self._global_shards(sharding, leaf)
+            small = _are_small(shards, leaf)
+            self._cut(number, shards, small, self._turn("small" if small else "rows"))
 
     def _is_local(self, leaf: Leaf, sharding: jax.sharding.Sharding) -> bool:
         """Whether every process has this leaf to itself."""
@@ -194,18 +198,12 @@ class _Planner:
         self._turns[whose] += 1
         return self._turns[whose] - 1
 
-    def _cut(self, number: int, shards: list[_Shard], itemsize: int, *, mine: bool) -> None:
-        """Gives every byte of the shards an owner and keeps what is this process's.
-
-        All distinct shards of one leaf have the same size and number of holders, or nearly, so that
-        they share a turn.
-        """
-        small = all(count(shard.box) * itemsize <= SMALL_BYTES for shard in shards)
+    def _cut(self, number: int, shards: list[_Shard], small: bool, turn: int) -> None:
+        """Gives every byte of a leaf's shards an owner and keeps what is this process's."""
         is_alone = len(shards) == len(shards[0].holders) == 1
-        turn = self._turn("small" if small else "rows")
         for shard in shards:
             for device, box in self._owners(shard, small, turn):
-                if mine and count(box) and (device is None or self._is_mine(device)):
+                if count(box) and (device is None or self._is_mine(device)):
                     self.cuts.append(_Cut(number, is_alone, device, shard.box, box))
 
     def _is_mine(self, device: Device) -> bool:
@@ -219,6 +217,10 @@ class _Planner:
         first = turn % len(holders)
         rotated = holders[first:] + holders[:first]
         return list(zip(rotated, cut_rows(shard.box, len(holders)), strict=True))
+
+
+def _are_small(shards: list[_Shard], leaf: Leaf) -> bool:
+    return all(count(shard.box) * element(leaf).itemsize <= SMALL_BYTES for shard in shards)
 
 
 def _shards(sharding: Any, leaf: Leaf, process_of: Callable[[Device], int]) -> list[_Shard]:

@@ -117,12 +117,19 @@ class _Shards:
         if leaf not in self._by_device:
             try:
                 self._by_device[leaf] = self._take_apart(leaf)
+            except ConfigError:
+                raise
             except (RuntimeError, ValueError, MemoryError) as error:
                 raise _staging_error(self._leaves[leaf], error) from error
         return self._by_device[leaf][device]
 
     def _take_apart(self, leaf: int) -> dict[Device, jax.Array]:
         value = self._values[leaf]
+        if not isinstance(value, jax.Array):
+            raise ConfigError(
+                f"leaf {show(self._leaves[leaf].path)} is a {type(value).__name__}, which has no "
+                "bytes to save; save the arrays themselves"
+            )
         if self._leaves[leaf].kind == "key":
             value = jax.random.key_data(value)
         return {shard.device: shard.data for shard in value.addressable_shards}

@@ -163,7 +163,7 @@ class Keeper:
         return Report(
             seq=self.next_seq,
             step=ask.step if ask is not None else (slot.step if slot is not None else 0),
-            plan=ask.plan if ask is not None else "",
+            plan=ask.plan if ask is not None else (slot.plan if slot is not None else ""),
             staged=staged,
             coded=slot is not None and slot.state == "coded",
             failure=self._snapshot_failure,
@@ -432,13 +432,14 @@ class Keeper:
         if not ranks or any(rank not in self._asks for rank in ranks):
             return []
         number = self._free_slot()
-        if number is None:
+        if number is None or self._has_segment(number):
             return []
         ask = self._asks[ranks[0]]
         record = Slot(
             state="writing",
             id=self.next_id,
             step=ask.step,
+            plan=ask.plan,
             host=self.index,
             world=World.of(self.generation) if self.generation else World((), ()),
         )
@@ -452,6 +453,11 @@ class Keeper:
             e.WriteLedger(self.ledger),
             e.Grant(self.next_id, number, base, tuple(bases)),
         ]
+
+    def _has_segment(self, number: int) -> bool:
+        """Is the next snapshot's segment whole already? (The SMP was started again after that.)"""
+        slot = self.ledger.slots[number]
+        return slot.id == self.next_id and slot.readable
 
     def _free_slot(self) -> int | None:
         """The slot for the next snapshot: the one it already has, else an unpinned one."""
@@ -491,8 +497,7 @@ class Keeper:
         slot = msgspec.structs.replace(
             self.ledger.slots[number], state="staged", length=event.length, own=event.own
         )
-        alone = self._group_mates() == []
-        if alone:
+        if slot.world.group_of(slot.host).parity == 0:
             slot = msgspec.structs.replace(slot, state="coded")
         self._set_slot(number, slot)
         return [e.WriteLedger(self.ledger), e.TellStaged(event.id.seq)]

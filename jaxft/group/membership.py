@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -112,9 +112,11 @@ class Me(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Nothing is to be done. Whether the SMPs of the members in `probe` answer would help."""
+    """Nothing is to be done, for `left_s` at most if that is not 0. Whether the SMPs of the members
+    in `probe` answer would help."""
 
     reason: str
+    left_s: float = 0.0
     probe: tuple[Member, ...] = ()
 
 
@@ -273,9 +275,7 @@ class Observer:
                 f"{me.host} came with memory of snapshot {record.snapshot} before generation "
                 f"{number} had settled"
             )
-            fault = Fault(
-                generation=number, host=me.host, kind="memory_returned", detail=detail
-            )
+            fault = Fault(generation=number, host=me.host, kind="memory_returned", detail=detail)
             return DeclareFault(fault, None, detail)
         return Wait(f"generation {number} runs without this host, which is a spare")
 
@@ -284,41 +284,42 @@ class Observer:
     def _form(self, view: View, me: Me, nonce: str) -> Decision:
         rules, last = self.rules, view.generation
         busy = unacknowledged(view)
-        if busy and self._held_s("busy", (last and last.number, busy)) < rules.ack_s:
-            return Wait(f"{_names(busy)} still has ranks of the last generation to kill")
+        busy_s = self._held_s("busy", (last and last.number, busy))
+        if busy and busy_s < rules.ack_s:
+            reason = f"{_names(busy)} still has ranks of the last generation to kill"
+            return Wait(reason, rules.ack_s - busy_s)
         ready = {host: record for host, record in view.hosts.items() if host not in busy}
-        gone = [m for m in last.hosts if m.host not in view.hosts] if last is not None else []
+        gone = () if last is None else tuple(m for m in last.hosts if m.host not in view.hosts)
         gone_s = self._held_s("gone", frozenset(member.agent for member in gone))
-        probe = tuple(member for member in gone if member.host not in me.answers)
-        if last is not None and not any(member.host in ready for member in last.hosts):
-            left_s = rules.cut_off_s - gone_s
-            if busy or left_s > 0:
-                return Wait(
-                    f"no host of generation {last.number} is there, and it may live on without the "
-                    f"store for {max(0.0, left_s):.0f} s more",
-                    probe,
-                )
+        if any(member.host not in me.answers for member in gone):
+            return Wait(f"asks the SMPs of {_names(m.host for m in gone)}", 1.0, gone)
+        strangers = last is not None and not any(m.host in ready for m in last.hosts)
+        if strangers and (busy or gone_s <= rules.cut_off_s):
+            reason = "no host of the last generation is there; without the store it may live on"
+            return Wait(reason, max(0.0, rules.cut_off_s - gone_s), gone)
         pause_s = backoff_s(view, rules)
-        if last is not None and self._held_s("fault", last.number) < pause_s:
-            return Wait(f"{pause_s:.0f} s pause after repeated failures")
+        if last is not None and (pause_s := pause_s - self._held_s("fault", last.number)) > 0:
+            return Wait("a pause after repeated failures", pause_s)
         settled_s = self._held_s("ready", frozenset((r.host, r.agent) for r in ready.values()))
         if len(ready) >= rules.hosts_max:
             return form(view, ready, gone, me, rules, nonce, f"{rules.hosts_max} hosts are there")
-        there = f"{len(ready)} of {rules.hosts_min} to {rules.hosts_max} hosts are there"
+        low, high = rules.hosts_min, rules.hosts_max
+        wanted = f"{low}" if low == high else f"{low} to {high}"
+        there = f"{len(ready)} of {wanted} hosts are there"
         if len(ready) < rules.hosts_min:
-            return self._too_few(there, gone, probe)
+            return self._too_few(there, gone)
         wait_s = rules.settle_s - settled_s
-        if any(me.answers.get(member.host, True) for member in gone):
+        if any(me.answers[member.host] for member in gone):
             wait_s = max(wait_s, rules.agent_grace_s - gone_s)
         if wait_s > 0:
-            return Wait(f"{there}, {wait_s:.0f} s left for others to come", probe)
+            return Wait(f"{there}; waits for more", wait_s, gone)
         return form(view, ready, gone, me, rules, nonce, f"{there} and nobody else came")
 
-    def _too_few(self, there: str, gone: list[Member], probe: tuple[Member, ...]) -> Decision:
+    def _too_few(self, there: str, gone: tuple[Member, ...]) -> Decision:
         left_s = self.rules.form_timeout_s - self._held_s("too few", True)
-        missing = f"; gone: {_names(m.host for m in gone)}" if gone else ""
+        missing = f" ({_names(m.host for m in gone)} gone)" if gone else ""
         if left_s > 0:
-            return Wait(f"{there}{missing}; the job fails in {left_s:.0f} s", probe)
+            return Wait(f"{there}{missing}; waits for more, then the job fails", left_s, gone)
         reason = (
             f"{there}{missing}, and no more came within {self.rules.form_timeout_s:g} s: start "
             "`jaxft run` on more hosts, or allow fewer with --hosts MIN:MAX"
@@ -346,6 +347,10 @@ def find_fault(view: View, me: Me) -> Fault | None:
         for gone in me.exits:
             if gone.code != 0:
                 return rank_fault(number, me.host, gone)
+    index = generation.index_of(me.host)
+    if me.entered == number and index is not None and me.running != number:
+        detail = f"{me.host} was cut off from the store for too long and killed its ranks"
+        return Fault(generation=number, host=me.host, kind="cut_off", detail=detail)
     if me.report is not None and me.entered == number:
         host, reason = me.report
         return Fault(generation=number, host=host, kind="smp_report", detail=f"{host}: {reason}")
@@ -450,7 +455,9 @@ def give_up(view: View, rules: Rules) -> JobEnd | None:
     if early == [True, True]:
         why = "twice in a row before anything was restored: the script fails whenever it is started"
     elif len(vain) >= rules.restarts_max:
-        steps = [view.progress[one.generation].step for one in vain if one.generation in view.progress]
+        steps = [
+            view.progress[one.generation].step for one in vain if one.generation in view.progress
+        ]
         newest = max(steps, default=-1)
         where = f"no snapshot newer than step {newest}" if newest >= 0 else "no snapshot at all"
         why = f"{len(vain)} failures in a row brought {where}"
@@ -472,7 +479,7 @@ def give_up(view: View, rules: Rules) -> JobEnd | None:
 def form(
     view: View,
     ready: Mapping[str, HostRecord],
-    gone: list[Member],
+    gone: Iterable[Member],
     me: Me,
     rules: Rules,
     nonce: str,
@@ -505,14 +512,13 @@ def form(
     expect: dict[str, int | None] = {key: view.revisions.get(key) for key in keys}
     expect[GENERATION] = view.revisions.get(GENERATION)
     expect[END] = None
-    old = [f"{prefix}{n}" for n in range(number - FAULTS_KEPT) for prefix in (FAULT, PROGRESS)]
-    stale = [key for key in view.revisions if key in old or key.startswith(DONE)]
+    stale = [key for key in view.revisions if key.startswith(DONE)]
+    stale += [f"{FAULT}{n}" for n in view.faults if n < number - FAULTS_KEPT]
+    stale += [f"{PROGRESS}{n}" for n in view.progress if n < number - FAULTS_KEPT]
     return Form(generation, expect, tuple(stale), reason)
 
 
-def choose(
-    view: View, ready: Mapping[str, HostRecord], hosts_max: int
-) -> list[HostRecord]:
+def choose(view: View, ready: Mapping[str, HostRecord], hosts_max: int) -> list[HostRecord]:
     """At most `hosts_max` hosts: those with memory first, then those of the last generation."""
     known = {member.host for member in view.generation.hosts} if view.generation else set()
     ranked = sorted(
@@ -561,9 +567,9 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _names(hosts: object) -> str:
-    return ", ".join(sorted(hosts, key=_natural))  # type: ignore[call-overload,no-any-return]
+def _names(hosts: Iterable[str]) -> str:
+    return ", ".join(sorted(hosts, key=_natural))
 
 
-def _numbers(ranks: object) -> str:
-    return ", ".join(str(rank) for rank in sorted(ranks))  # type: ignore[call-overload]
+def _numbers(ranks: Iterable[int]) -> str:
+    return ", ".join(str(rank) for rank in sorted(ranks))

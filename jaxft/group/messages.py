@@ -43,7 +43,8 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
 
     `state` is "empty"; "writing" (granted: its bytes mean nothing); "staged" (the segment and its
     manifest are whole); "coded" (the whole share: all parity fragments and the group's manifests
-    too). `host` is the place of the share's host in `world`. Layout of a slot: the segment at 0,
+    too). `host` is the place of the share's host in `world`, `plan` the digest of the plan of the
+    whole snapshot: shares of different plans or steps do not belong together. Layout of a slot: the segment at 0,
     then the manifest blob `own`, then the parity fragments at `parity`, then the blob `group`
     (the other members' manifests and the parity's checksums).
     """
@@ -51,6 +52,7 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     state: str = "empty"
     id: SnapshotId | None = None
     step: int = 0
+    plan: str = ""
     host: int = 0
     world: World = World((), ())
     length: int = 0

@@ -1,13 +1,13 @@
 """What the agents of a job write into the store for each other, and how it is read.
 
-    host/NAME          HostRecord, under a lease: it is there while the host's agent lives
-    generation         the newest Generation; whoever replaces it says which one it replaces
-    fault/NUMBER       Fault: generation NUMBER cannot go on. The first to write it is right, except
-                       that the loss of a host replaces what was only its consequence
-    progress/NUMBER    Progress: generation NUMBER has settled, and how far its snapshots are
-    done/NUMBER/RANK   this rank of generation NUMBER ended with status 0
-    end                JobEnd: the job is over. Nothing but a new run of it replaces that
-    number             the largest generation number of earlier runs
+host/NAME          HostRecord, under a lease: it is there while the host's agent lives
+generation         the newest Generation; whoever replaces it says which one it replaces
+fault/NUMBER       Fault: generation NUMBER cannot go on. The first to write it is right, except
+                   that the loss of a host replaces what was only its consequence
+progress/NUMBER    Progress: generation NUMBER has settled, and how far its snapshots are
+done/NUMBER/NAME   the ranks of this host that ended with status 0 in generation NUMBER
+end                JobEnd: the job is over. Nothing but a new run of it replaces that
+number             the largest generation number of earlier runs
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         left_behind                some ranks ended well and others did not follow
         smp_report                 the root says that this world cannot go on
         host_lost, memory_lost, agent_restarted, smp_moved    a member is not what it was
+        cut_off                    a member could not reach the store, and killed its ranks
         memory_returned            a host with memory came before the generation had settled
 
     `rank` and `code` (negative: a signal) are of the rank that ended, `lived_s` is for how long it
@@ -160,6 +161,7 @@ def read_view(entries: Mapping[str, Entry]) -> View:
     if GENERATION in entries:
         generation = _decode(GENERATION, entries[GENERATION], Generation)
     done = f"{DONE}{generation.number}/" if generation is not None else DONE
+    ended = [_decode(key, entries[key], tuple[int, ...]) for key in entries if key.startswith(done)]
     hosts = [_decode(key, entries[key], HostRecord) for key in entries if key.startswith(HOST)]
     return View(
         revisions={key: entry.revision for key, entry in entries.items()},
@@ -167,7 +169,7 @@ def read_view(entries: Mapping[str, Entry]) -> View:
         generation=generation,
         faults=_numbered(entries, FAULT, Fault),
         progress=_numbered(entries, PROGRESS, Progress),
-        done=frozenset(int(key[len(done) :]) for key in entries if key.startswith(done)),
+        done=frozenset(rank for ranks in ended for rank in ranks),
         end=_decode(END, entries[END], JobEnd) if END in entries else None,
         number=_decode(NUMBER, entries[NUMBER], int) if NUMBER in entries else 0,
     )

@@ -1,1 +1,1 @@
-"""Starting a job on its hosts and keeping it going: the agent and the store it meets others in."""
+"""Launching: the agents, one a host, and the store in which they find each other."""

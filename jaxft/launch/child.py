@@ -39,7 +39,9 @@ class Child:
         self, command: Sequence[str], *, env: Mapping[str, str], log: Path | None = None
     ) -> None:
         launcher = [sys.executable, "-I", "-S", str(_EXEC), str(os.getpid())]
-        output = None if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        output = (
+            None if log is None else os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        )
         try:
             self._popen = subprocess.Popen(
                 [*launcher, *command],

@@ -1,9 +1,9 @@
 """A host's directory of a job: the lock that one agent holds, its port, and the ranks it started.
 
-    DIR/lock       held (flock) by the agent, with its process number
-    DIR/smp.sock   the SMP's socket (and those for its peers)
-    DIR/ranks      the processes that the agent has started, for the agent after it
-    DIR/logs/      logs, unless they go elsewhere
+DIR/lock       held (flock) by the agent, with its process number
+DIR/smp.sock   the SMP's socket (and those for its peers)
+DIR/ranks      the processes that the agent has started, for the agent after it
+DIR/logs/      logs, unless they go elsewhere
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import socket
 import time
 from pathlib import Path
 
+from jaxft import config
 from jaxft.errors import ConfigError, JobInUse, LaunchError
 from jaxft.launch.child import Child, living, start_ticks
 
@@ -147,14 +148,31 @@ class RankFile:
         self.clear()
 
 
-def remove(directory: Path, *, keep_logs: bool) -> None:
-    """Takes a host's directory away, and those above it that are empty then."""
-    if not keep_logs:
-        shutil.rmtree(directory, ignore_errors=True)
-    elif directory.exists():
-        for path in directory.iterdir():
-            if path.name != "logs":
-                path.unlink(missing_ok=True)
+def remove(directory: Path, lock: Lock, *, keep_logs: bool) -> None:
+    """Takes a host's directory away, its lock last, and the job's if that is empty then."""
+    for path in directory.iterdir():
+        if path.name == "logs":
+            if not keep_logs:
+                shutil.rmtree(path, ignore_errors=True)
+        elif path != lock.path:
+            path.unlink(missing_ok=True)
+    lock.release()
     for path in (directory, directory.parent):
         with contextlib.suppress(OSError):
             path.rmdir()
+
+
+def local_store(job: str) -> str:
+    """The store of a job whose hosts are all on this machine: beside their directories."""
+    config.check_name("job", job)
+    return f"sqlite://{config.run_dir().absolute() / job}/store.db"
+
+
+def clear_local_store(job: str, url: str) -> None:
+    """Removes that store, if it is the one that is used, when no agent of the job runs."""
+    directory = config.run_dir().absolute() / job
+    if url == local_store(job):
+        for name in ("store.db", "store.db-wal", "store.db-shm"):
+            (directory / name).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            directory.rmdir()

@@ -100,8 +100,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     def _check_code(self) -> None:
         if self.code and (code := Code.parse(self.code)).parity >= self.hosts_max:
             raise ConfigError(
-                f"--code {code} needs at least {code.parity + 1} hosts to keep {code.parity} parity "
-                f"fragments away from the data, and this job has at most {self.hosts_max}: use "
+                f"--code {code} needs at least {code.parity + 1} hosts to keep parity away from "
+                f"the data, and this job has at most {self.hosts_max}: use "
                 f"--hosts MIN:{code.hosts}, or a code with less parity, for example --code "
                 f"{code.data}+{self.hosts_max - 1}"
             )

@@ -56,7 +56,7 @@ class Registration:
         return self._record
 
     def put(self, record: HostRecord) -> None:
-        """Registers, or changes what is registered. Must not fail: it is tried until it succeeds."""
+        """Registers, or changes what is registered; tried again until it succeeds."""
         with self._lock:
             self._record = record
             with contextlib.suppress(StoreError):

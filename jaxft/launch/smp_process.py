@@ -42,7 +42,7 @@ DEATHS_MAX = 6
 
 
 class Up(msgspec.Struct, frozen=True):
-    """It is there and has answered. `how` is "started", "restarted" (with its memory), "adopted"."""
+    """It has answered. `how` is "started", "restarted" (on its memory) or "adopted"."""
 
     welcome: protocol.Welcome
     how: str

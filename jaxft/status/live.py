@@ -33,6 +33,15 @@ _STATE_STYLES = {
     "done": "bold green",
 }
 
+# What a restore's source is called.
+SOURCES = {
+    "own": "own memory",
+    "peer": "peers' memory",
+    "rebuilt": "parity",
+    "orbax": "Orbax",
+    "none": "the start",
+}
+
 
 def _seconds(event: Event, name: str) -> str:
     return f"{float(event.get(name) or 0):.2f} s"
@@ -52,7 +61,7 @@ _LINES: dict[str, tuple[str, Callable[[Event], str]]] = {
     "host_lost": ("red", lambda e: f"{e['host']} is lost"),
     "smp_restarted": ("yellow", lambda e: f"{e['host']} has its snapshot process back"),
     "smp_adopted": ("yellow", lambda e: f"{e['host']} adopts the snapshot process it finds"),
-    "chosen": ("cyan", lambda e: f"restoring step {e['step']} from {e['source']}"),
+    "chosen": ("cyan", lambda e: f"restoring step {e['step']} from {SOURCES[e['source']]}"),
     "restored": ("green", lambda e: f"restored step {e['step']} in {_seconds(e, 'restore_s')}"),
     "aborted": ("yellow", lambda e: f"snapshot of step {e['step']} aborted: {e.get('reason', '')}"),
     "persisted": ("blue", lambda e: f"step {e['step']} is on storage"),
@@ -70,7 +79,7 @@ _TOLD_ONCE = ("generation_formed", "chosen", "restored", "job_finished")
 
 def describe(event: Event) -> Text | None:
     """One line for a person, or None for what is not worth one."""
-    if event["event"] not in _LINES:
+    if event["event"] not in _LINES or event.get("source") == "none":
         return None
     style, text = _LINES[event["event"]]
     return Text(" ".join(text(event).split()), style=style, no_wrap=True, overflow="ellipsis")

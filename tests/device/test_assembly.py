@@ -178,30 +178,16 @@ def test_manifests_that_do_not_cover_a_leaf_are_refused() -> None:
 
 def test_needs_are_whole_chunks_of_what_is_needed_only() -> None:
     mesh = make_mesh({"data": -1})
-    state = {"w": jax.device_put(jnp.ones((8, 1_000_000)), NamedSharding(mesh, P("data")))}
-    snapshot = take(state, 4)
-    # A world of one device that wants rows 4 and 5, which host 2 has.
-    half = Mesh(np.array(jax.devices()[:4]), ("data",))
-    targets = match(state, snapshot.table)
-    assert sorted(needs(targets)) == [0, 1, 2, 3]
-    pieces = needs(targets)[2]
-    assert pieces == [(0, snapshot.manifests[2].parts[0].length)]
-    like = {"w": jax.device_put(state["w"], NamedSharding(half, P("data")))}
-    for host, pieces in needs(match(like, snapshot.table)).items():
-        for offset, nbytes in pieces:
-            end = offset + nbytes
-            assert offset % CHUNK == 0
-            assert end % CHUNK == 0 or end == snapshot.manifests[host].parts[0].length
-
-
-def test_one_host_reads_what_its_devices_need() -> None:
-    """A target on some devices reads the rows of those devices, from the hosts that have them."""
-    mesh = make_mesh({"data": -1})
     state = {
         "w": jax.device_put(jnp.ones((8, 1_000_000)), NamedSharding(mesh, P("data"))),
         "small": jnp.ones(3),
     }
     snapshot = take(state, 4)
-    like = {"small": state["small"]}
-    wanted = needs(match(like, snapshot.table, strict=False))
-    assert sum(nbytes for pieces in wanted.values() for _, nbytes in pieces) <= CHUNK
+    everything = needs(match(state, snapshot.table))
+    lengths = [manifest.parts[0].length for manifest in snapshot.manifests]
+    assert everything == {host: [(0, length)] for host, length in enumerate(lengths)}
+    small = needs(match({"small": state["small"]}, snapshot.table, strict=False))
+    ((host, ((offset, nbytes),)),) = small.items()
+    assert offset % CHUNK == 0
+    assert nbytes <= CHUNK
+    assert (offset + nbytes) % CHUNK == 0 or offset + nbytes == lengths[host]

@@ -171,6 +171,21 @@ def test_local_leaves_do_not_tell_processes_apart() -> None:
     assert max(len(plan.owned) for plan in plans) == 1
 
 
+def test_where_a_process_has_its_own_copy_does_not_change_the_others_turns() -> None:
+    """Process 0 has `local` on both of its devices, process 1 on one."""
+    mesh = mesh_of(8)
+    shapes = {f"w{n}": struct(mesh, P(), 1024) for n in range(9)}
+    pair = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("a",)), P("a"))
+    local = jnp.zeros((40_000,))
+    trees = [
+        {"a": jax.device_put(local, pair), **shapes},
+        *({"a": jax.device_put(local, jax.devices()[2 * n]), **shapes} for n in (1, 2, 3)),
+    ]
+    plans = [make_plan(tree, processes(index, 4)) for index, tree in enumerate(trees)]
+    assert len({plan.digest for plan in plans}) == 1
+    assert_owned_once(plans)
+
+
 def test_digests_tell_trees_and_placements_apart() -> None:
     mesh = mesh_of(8)
     trees = [

@@ -52,7 +52,11 @@ def start_etcd(program: str, directory: Path) -> tuple[subprocess.Popen[bytes], 
     )
     with open(f"{directory}.log", "wb") as log:
         process = subprocess.Popen(
-            [program, *arguments.split()], env=environment, stdout=log, stderr=log, preexec_fn=die_with_parent
+            [program, *arguments.split()],
+            env=environment,
+            stdout=log,
+            stderr=log,
+            preexec_fn=die_with_parent,
         )
     return process, client.replace("http", "etcd")
 

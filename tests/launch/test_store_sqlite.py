@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import pytest
 import jaxft.launch.sqlite
 from jaxft.errors import StoreError
 from jaxft.launch.sqlite import SqliteStore, network_file_system
-from jaxft.launch.store import Lease, LeaseObserver, Pulse, Store, open_store
+from jaxft.launch.store import LeaseObserver, Pulse, Store, open_store
 from tests.launch.store_site import takes_at_most, values
 
 
@@ -104,25 +104,36 @@ def test_a_process_killed_within_a_transaction(store: Store, path: Path) -> None
     assert values(store) == {"a": b"3"}
 
 
-class RenewsJustBefore(LeaseObserver):
-    """Says that a lease is dead; its owner renews at that moment."""
+class Verdict(LeaseObserver):
+    """Says that all leases are dead; something may happen just before."""
 
-    def __init__(self, lease: Lease) -> None:
+    def __init__(self, meanwhile: Callable[[], object] = bool) -> None:
         super().__init__()
-        self.lease = lease
+        self.meanwhile = meanwhile
 
     def observe(self, now_s: float, pulses: Mapping[str, Pulse]) -> frozenset[str]:
-        assert self.lease.renew()
+        self.meanwhile()
         return frozenset(pulses)
 
 
 def test_a_renewal_between_the_verdict_and_the_deletion_wins(path: Path) -> None:
     store = SqliteStore(path, job="job")
     lease = store.lease("hosts/a", b"", 60.0)
-    store._observer = RenewsJustBefore(lease)
+    store._observer = Verdict(lease.renew)
     assert set(store.read()) == {"hosts/a"}
     assert lease.renew()
     store.close()
+
+
+def test_a_lease_that_one_reader_expires_wakes_the_others(path: Path, store: Store) -> None:
+    store.lease("hosts/a", b"", 60.0)
+    store.read()
+    judge = SqliteStore(path, job="job")
+    judge._observer = Verdict()
+    assert judge.read() == {}
+    assert store.changed(5.0)
+    assert store.read() == {}
+    judge.close()
 
 
 def test_a_reader_that_paused_expires_nobody(path: Path, store: Store) -> None:

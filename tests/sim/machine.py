@@ -118,7 +118,7 @@ class Machine:
 
     def kill_agent(self) -> None:
         self.agent = False
-        self.helper = None
+        self.end_helper()
         for rank in self.ranks:
             rank.die()
 
@@ -157,10 +157,15 @@ class Machine:
         else:
             content.pieces[piece] = DAMAGED
         self.sim.log(self.name, f"byte flips in {what} {piece} of {record.id}")
-        self.sim.checker.on_damage(record.id, record.host)
+        self.sim.checker.on_damage(record.id, self.name)
         return True
 
     # ------------------------------------------------------------------ persisting
+
+    def end_helper(self) -> None:
+        if self.helper is not None:
+            self.helper.alive = False
+            self.helper = None
 
     def persist(self, order: PersistOrder) -> None:
         """What the agent and the helper make of an order."""

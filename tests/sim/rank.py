@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxft.group import events as e
-from jaxft.group.manifest import Manifest, Part
+from jaxft.group.manifest import Manifest, Part, SnapshotId
 from jaxft.group.messages import Damage, Outcome, Plan, RankOptions
 from jaxft.group.world import Generation
 from tests.sim.memory import PIECES, checks, checksums
@@ -34,8 +34,6 @@ class Job:
         self.sim = sim
         self.generation = generation
         self.ready: set[int] = set()
-        self.step = 0
-        self.asked: dict[int, int] = {}
         self.step_s = sim.soon(0.12, 0.25)
 
     def rank_ready(self, rank: Rank) -> None:
@@ -68,16 +66,17 @@ class Rank:
         self.state: State | None = None
         self.plan: Plan | None = None
         self.verified: Plan | None = None
+        self.restored: State | None = None
         self.running = False
-        self.next_seq = 0
+        self.asked = -1
         self.known = -1
         self.last_step = 0
         self.intervals: dict[int, int] = {}
         self.saving: State | None = None
+        self.digest = ""
         self.staged = False
         self.blocked = False
-        self.writing: list[int] | None = None
-        self.granted: e.Grant | None = None
+        self.writer: Writer | None = None
         self.later(self.sim.soon(0.02, 0.3), self._join)
 
     # ------------------------------------------------------------------ living and dying
@@ -165,12 +164,12 @@ class Rank:
             case e.TellPlan(plan):
                 self._planned(plan)
             case e.TellSettled(directive):
-                self._settled(directive.interval)
                 self.sim.checker.on_settled(self, directive.base)
+                self._settled(directive.interval)
             case e.Grant():
                 self._write(effect)
             case e.TellStaged(seq):
-                if seq == self.next_seq:
+                if seq == self.asked:
                     self.staged = True
             case e.TellOutcome(outcome):
                 self._outcome(outcome)
@@ -211,7 +210,7 @@ class Rank:
         if damaged or manifest is None:
             self._tell(e.RankFailed(self.number, plan.attempt, "damaged", damaged))
             return
-        self.sim.checker.on_read(manifest, tokens)
+        self.sim.checker.on_read(manifest.id, manifest.host, tokens)
         states = {self.sim.state_of[token] for token in tokens}
         self.later(
             self.sim.soon(0.005, 0.05), self._read, plan, places[1:], [*got, *states], deadline_s
@@ -246,7 +245,7 @@ class Rank:
         else:
             state = State(0, 0)
         self.sim.checker.on_restored(self, plan, {state, *got})
-        self.state = state
+        self.state = self.restored = state
         self.verified = plan
         self._tell(e.RankRestored(self.number, plan.attempt, "verified"))
 
@@ -255,7 +254,6 @@ class Rank:
             return
         self.running = True
         self.intervals[1] = interval
-        self.state = State(self.generation.number, self.state.step)
         self._save()
 
     # ------------------------------------------------------------------ training and saving
@@ -265,76 +263,76 @@ class Rank:
         self.state = State(self.generation.number, self.state.step + 1)
         self._save()
 
-    def _due(self) -> bool:
+    def _due(self, seq: int) -> bool:
         assert self.state is not None
-        if self.next_seq == 0:
+        if seq == 0:
             return True
-        interval = self.intervals.get(self.next_seq)
-        if interval is None:
-            self.sim.checker.fail("I2", f"rank {self.number} knows no interval")
-            return False
-        return self.state.step >= self.last_step + interval
+        if seq not in self.intervals:
+            self.sim.checker.fail("I2", f"rank {self.number} does not know when {seq} is due")
+        return self.state.step >= self.last_step + self.intervals[seq]
 
     def _save(self) -> None:
-        """The call of `save` after each step; waits where the last outcome is not known."""
-        if self._due():
-            if self.known < self.next_seq - 1 or self.saving is not None:
+        """The call of `save` after each step. One that is due waits for the last outcome, and for
+        its own writer."""
+        seq = max(self.asked, self.known) + 1
+        self.blocked = False
+        if self._due(seq):
+            if self.known < seq - 1 or self.writer is not None:
                 self.blocked = True
                 return
             assert self.state is not None
+            self.asked = seq
             self.saving = self.state
+            self.last_step = self.state.step
             self.staged = False
-            self.sim.checker.on_save(self, self.next_seq, self.state)
+            self.digest = "plan"
+            if self.sim.chance(self.sim.odd_plans):
+                self.digest = f"odd plan {self.number}"
+                self.sim.checker.odd = True
+            self.sim.checker.on_save(self, seq, self.state)
             self._ask()
-        self.blocked = False
-        job = self.sim.jobs[self.generation.number]
-        job.rank_ready(self)
+        self.sim.jobs[self.generation.number].rank_ready(self)
 
     def _ask(self) -> None:
         assert self.saving is not None
-        plan = f"plan{self.sim.checker.odd_plan(self)}"
-        step = self.saving.step
-        self._tell(e.SlotWanted(self.number, self.next_seq, step, plan, 64, 0.05 + 0.1 * self.sim.soon(0, 1)))
+        step_s = 0.05 + 0.05 * self.sim.soon(0, 4)
+        ask = e.SlotWanted(self.number, self.asked, self.saving.step, self.digest, 64, step_s)
+        self._tell(ask)
 
     def _write(self, grant: e.Grant) -> None:
-        if self.saving is None or grant.id.seq != self.next_seq or self.staged:
+        if self.saving is None or grant.id.seq != self.asked or self.staged:
             return
-        busy = self.writing is not None
-        self.granted = grant
-        self.writing = list(range(PIECES))
-        if self.sim.chance(0.01):
-            self.writing = None
+        if self.sim.chance(self.sim.staging_fails):
             self._tell(e.StagingFailed(self.number, grant.id.seq, "leaf w could not be copied"))
             return
-        if not busy:
+        if self.writer is None:
+            self.writer = Writer(grant, self.saving)
             self.later(self.sim.soon(0.005, 0.05), self._piece)
-
-    def _tokens(self, grant: e.Grant) -> list[int]:
-        assert self.saving is not None
-        place = self.generation.index_of(self.machine.name)
-        assert place is not None
-        return [
-            self.sim.token(self.saving, grant.id, place, self.local * PIECES + index)
-            for index in range(PIECES)
-        ]
+        else:
+            self.writer = Writer(grant, self.saving)
 
     def _piece(self) -> None:
         """One piece lands in the slot."""
-        grant = self.granted
-        if grant is None or self.writing is None or self.machine.memory is None:
-            return
-        index = self.writing.pop(0)
-        tokens = self._tokens(grant)
-        self.sim.checker.on_write(self.machine, grant.slot, grant.id, "rank")
-        content = self.machine.memory.slots[grant.slot]
-        content.pieces[self.local * PIECES + index] = tokens[index]
+        writer, memory = self.writer, self.machine.memory
+        place = self.generation.index_of(self.machine.name)
+        assert writer is not None
+        assert memory is not None
+        assert place is not None
+        grant, sim = writer.grant, self.sim
+        number = self.generation.number
+        pieces = [self.local * PIECES + index for index in range(PIECES)]
+        tokens = [sim.token(writer.state, grant.id, place, piece) for piece in pieces]
+        index, writer.next_piece = writer.next_piece, writer.next_piece + 1
+        sim.checker.on_write(self.machine, grant.slot, grant.id, "rank", number)
+        content = memory.slots[grant.slot]
+        content.pieces[pieces[index]] = tokens[index]
         content.parity = {}
         content.group = {}
         content.manifest = None
-        if self.writing:
-            self.later(self.sim.soon(0.005, 0.06), self._piece)
+        if writer.next_piece < PIECES:
+            self.later(sim.soon(0.005, 0.06), self._piece)
             return
-        self.writing = None
+        self.writer = None
         part = Part(self.number, 64 * self.local, 64, (), checksums(tokens))
         self._tell(e.PartStaged(self.number, grant.id.seq, part))
         self._go_on()
@@ -343,21 +341,28 @@ class Rank:
         if outcome.seq <= self.known:
             return
         self.known = outcome.seq
-        self.sim.checker.on_told(self, outcome)
+        identity = SnapshotId(self.generation.number, outcome.seq, self.generation.nonce)
+        self.sim.checker.on_told(outcome, identity)
         self.intervals[outcome.seq + 2] = outcome.interval
-        self.last_step = outcome.step
-        self.next_seq = outcome.seq + 1
-        if self.writing is None:
+        if outcome.seq >= self.asked:
+            self.last_step = outcome.step
             self.saving = None
         self._go_on()
 
     def _go_on(self) -> None:
         """The writer is free, or an outcome is known: a blocked `save` may go on."""
-        if self.writing is None and self.saving is not None and self.known == self.next_seq - 1:
-            pass
-        if self.blocked and self.writing is None:
+        if self.blocked:
             self.later(LOCAL_S, self._retry)
 
     def _retry(self) -> None:
         if self.blocked:
             self._save()
+
+
+class Writer:
+    """The background thread that copies one state into the slot it was granted."""
+
+    def __init__(self, grant: e.Grant, state: State) -> None:
+        self.grant = grant
+        self.state = state
+        self.next_piece = 0

@@ -21,7 +21,7 @@ from jaxft.group.world import Code, Generation
 from tests.sim.checker import Checker
 from tests.sim.machine import Machine
 from tests.sim.oracle import Oracle
-from tests.sim.rank import Job, State
+from tests.sim.rank import Job, Rank, State
 
 LOCAL_S = 0.001
 TICK_S = 0.25
@@ -64,6 +64,9 @@ class Simulator:
         self.blocked: set[frozenset[str]] = set()
         self.held: list[tuple[Callable[[Envelope, str], bool], list[tuple[Envelope, str]]]] = []
         self.accept_foreign = False
+        self.odd_plans = 0.0
+        self.staging_fails = 0.0
+        self.grants_fail = 0.0
         self.storage: list[StorageEntry] = []
         self.stored: dict[SnapshotId, State] = {}
         self.written: dict[SnapshotId, set[str]] = {}
@@ -163,6 +166,9 @@ class Simulator:
     @property
     def generation(self) -> Generation | None:
         return self.oracle.generation
+
+    def ranks(self) -> list[Rank]:
+        return [rank for machine in self.machines for rank in machine.ranks]
 
     def up(self) -> Sequence[Machine]:
         return [machine for machine in self.machines if machine.up]

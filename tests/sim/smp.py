@@ -117,7 +117,7 @@ class Smp:
                 self.freezing = number
                 for work in self.jobs:
                     work.stopped = True
-                self.machine.helper = None
+                self.machine.end_helper()
                 self.try_frozen()
             case e.Grant():
                 self._grant(effect)
@@ -142,7 +142,7 @@ class Smp:
             case e.Announce(kind, detail):
                 self.sim.checker.on_announce(kind, detail)
             case e.TellPlan() | e.TellSettled() | e.TellStaged() | e.TellOutcome():
-                for rank in self._ranks():
+                for rank in self.ranks():
                     rank.hear(effect)
             case _:
                 raise AssertionError(f"nobody performs {effect}")
@@ -160,16 +160,15 @@ class Smp:
         )
         self.sim.send(envelope, address)
 
-    def _ranks(self) -> list[Rank]:
+    def ranks(self) -> list[Rank]:
         return [rank for rank in self.machine.ranks if rank.alive and rank.smp is self]
 
     def _grant(self, grant: e.Grant) -> None:
         self.sim.checker.on_grant(self.machine, grant)
-        if self.sim.chance(0.01):
+        if self.sim.chance(self.sim.grants_fail):
             self.sim.at(LOCAL_S, self.deliver, e.GrantFailed(grant.id, "no memory"))
             return
-        for rank in self._ranks():
-            rank.hear(grant)
+        Granting(self, grant)
 
     def try_frozen(self) -> None:
         """Frozen once nothing of the old generation can write any more."""
@@ -178,6 +177,11 @@ class Smp:
         if any(r.alive and r.generation.number < self.freezing for r in self.machine.ranks):
             return
         number, self.freezing = self.freezing, None
+        for slot, (record, content) in enumerate(
+            zip(self.memory.ledger.slots, self.memory.slots, strict=True)
+        ):
+            if record.readable and content.manifest is None:
+                self.sim.at(LOCAL_S, self.deliver, e.SlotSpoiled(slot, "damaged"))
         self.sim.at(LOCAL_S, self.deliver, e.Frozen(number))
 
     # ------------------------------------------------------------------ serving peers
@@ -188,7 +192,8 @@ class Smp:
         if found is None or found[0].host != place:
             return None
         content = found[1]
-        return content.manifest, [content.pieces.get(index, 0) for index in sorted(content.pieces)]
+        count = self.sim.setup.ranks * PIECES
+        return content.manifest, [content.pieces.get(index, 0) for index in range(count)]
 
 
 class Work:
@@ -200,6 +205,7 @@ class Work:
         self.alive = True
         self.stopped = False
         self.deadline_s = self.sim.now + PULL_S
+        self.generation = smp.memory.ledger.generation
         smp.jobs.add(self)
         self.again(self.sim.soon(0.005, 0.05))
 
@@ -225,17 +231,24 @@ class Work:
         self.sim.at(LOCAL_S, self.smp.deliver, event)
         self.smp.try_frozen()
 
-    def pull(self, place: int, address: str, identity: SnapshotId) -> tuple[Manifest, bool] | str:
-        """A peer's manifest and whether its pieces match it; or why there is nothing."""
-        machine = self.sim.reader(self.smp.machine.name, address)
-        if machine is None or machine.smp is None:
-            return "cannot be reached"
-        served = machine.smp.serve(identity, place)
-        if served is None:
-            return "does not hold it"
-        if served[0] is None:
-            return "damaged manifest"
-        return served[0], True
+    def write(self, slot: int, identity: SnapshotId, kind: str) -> None:
+        self.sim.checker.on_write(self.smp.machine, slot, identity, kind, self.generation)
+
+
+class Granting(Work):
+    """Makes room in the slot, then tells the ranks."""
+
+    def __init__(self, smp: Smp, order: e.Grant) -> None:
+        self.order = order
+        super().__init__(smp)
+
+    def step(self) -> None:
+        self.alive = False
+        self.smp.jobs.discard(self)
+        if self.order.id == self.smp.core.keeper.next_id and not self.stopped:
+            for rank in self.smp.ranks():
+                rank.hear(self.order)
+        self.smp.try_frozen()
 
 
 class Sealing(Work):
@@ -246,8 +259,8 @@ class Sealing(Work):
         super().__init__(smp)
 
     def step(self) -> None:
-        order, machine = self.order, self.smp.machine
-        self.sim.checker.on_write(machine, order.slot, order.id, "manifest")
+        order = self.order
+        self.write(order.slot, order.id, "manifest")
         record = self.smp.memory.ledger.slots[order.slot]
         self.smp.memory.slots[order.slot].manifest = Manifest(
             id=order.id,
@@ -280,9 +293,7 @@ class Coding(Work):
     def step(self) -> None:
         content = self.smp.memory.slots[self.order.slot]
         if self.landing is not None:
-            self.sim.checker.on_write(
-                self.smp.machine, self.order.slot, self.order.id, "parity"
-            )
+            self.write(self.order.slot, self.order.id, "parity")
             content.parity[self.landing] = self._parity(self.landing)
             self.landing = None
         if self.stopped:

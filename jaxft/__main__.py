@@ -1,0 +1,167 @@
+"""The command line: `jaxft run`, `jaxft demo`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from jaxft.errors import ConfigError, JaxftError
+from jaxft.launch.hostdir import local_store
+from jaxft.launch.options import RunOptions, own_host_name, parse_hosts
+from jaxft.launch.run import EXIT_USAGE, EXIT_WORLD, check_command, fail
+from jaxft.launch.run import run_agent as agent
+from jaxft.launch.run import run_local as local
+
+app = typer.Typer(
+    name="jaxft",
+    help="Keeps JAX training alive: in-memory snapshots, erasure coded across hosts.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _commands() -> None:
+    """Keeps JAX training alive: in-memory snapshots, erasure coded across hosts."""
+
+
+@app.command()
+def run(
+    command: Annotated[
+        list[str] | None, typer.Argument(help="After --: the training command.")
+    ] = None,
+    job: Annotated[str, typer.Option(help="Name of the job; snapshots go by it.")] = "job",
+    hosts: Annotated[
+        str, typer.Option(help="MIN:MAX, or N: how many hosts the world may have.")
+    ] = "",
+    local_hosts: Annotated[
+        int, typer.Option(help="Run this many hosts on this machine, named host0, host1, ...")
+    ] = 0,
+    host: Annotated[str, typer.Option(help="Name of this host (default: the machine's).")] = "",
+    store: Annotated[
+        str, typer.Option(help="sqlite:///FILE (one machine) or etcd://HOST:PORT (many).")
+    ] = "",
+    code: Annotated[
+        str, typer.Option(help="K+M: any M hosts of K+M may be lost (default: 3+1).")
+    ] = "",
+    domain: Annotated[
+        str, typer.Option(help="What this host would fail together with: rack, slice, power.")
+    ] = "",
+    ranks_per_host: Annotated[int, typer.Option(help="Processes on each host.")] = 1,
+    lease_s: Annotated[float, typer.Option(help="A host silent for so long is lost.")] = 5.0,
+    settle_s: Annotated[
+        float, typer.Option(help="With MIN hosts there: how long to wait for more.")
+    ] = 3.0,
+    rejoin_s: Annotated[
+        float, typer.Option(help="How long to wait for hosts with a newer snapshot.")
+    ] = 5.0,
+    form_timeout_s: Annotated[
+        float, typer.Option(help="How long to wait for MIN hosts before the job fails.")
+    ] = 300.0,
+    agent_grace_s: Annotated[
+        float, typer.Option(help="How long to wait for the agent of a host whose memory answers.")
+    ] = 10.0,
+    store_grace_s: Annotated[
+        float, typer.Option(help="How long to train on without the store.")
+    ] = 60.0,
+    exit_grace_s: Annotated[
+        float, typer.Option(help="How long after the first rank the last one may end.")
+    ] = 30.0,
+    term_grace_s: Annotated[
+        float, typer.Option(help="How long ranks may take to end on SIGTERM or SIGINT.")
+    ] = 5.0,
+    restarts_max: Annotated[
+        int, typer.Option(help="Failures in a row without a newer snapshot that end the job.")
+    ] = 3,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore earlier snapshots.")] = False,
+    respawn: Annotated[
+        bool, typer.Option(help="With --local-hosts: start killed agents again.")
+    ] = True,
+    log_dir: Annotated[
+        str, typer.Option(help="Keep logs here (default: only after a failure).")
+    ] = "",
+    quiet: Annotated[bool, typer.Option("--quiet", help="Do not show the ranks' output.")] = False,
+) -> None:
+    """Runs a training command on this host (or on several simulated ones), and keeps it alive.
+
+    Exit status: 0 all ranks ended well, 1 the training script failed, 2 bad usage or a name in
+    use, 3 the world could not be formed or could not go on, 128 + n ended by signal n.
+    """
+    try:
+        if local_hosts < 0:
+            raise ConfigError(f"--local-hosts {local_hosts}: expected 1 or more")
+        if local_hosts and host:
+            raise ConfigError(
+                "--host names one host, --local-hosts starts several: use one of them"
+            )
+        low, high = parse_hosts(hosts or str(local_hosts or 1))
+        if local_hosts and low > local_hosts:
+            raise ConfigError(
+                f"--hosts {hosts} needs at least {low} hosts, --local-hosts starts {local_hosts}"
+            )
+        if high > 1 and not local_hosts and not store:
+            raise ConfigError(
+                f"--hosts {hosts}: several hosts need a place to meet: --store etcd://HOST:PORT, "
+                "or --local-hosts to run all of them on this machine"
+            )
+        check_command(tuple(command or ()))
+        options = RunOptions(
+            job=job,
+            host=host or ("host0" if local_hosts else own_host_name()),
+            command=tuple(command or ()),
+            store=store or local_store(job),
+            hosts_min=low,
+            hosts_max=high,
+            code=code,
+            ranks_per_host=ranks_per_host,
+            domain=domain,
+            lease_s=lease_s,
+            settle_s=settle_s,
+            rejoin_s=rejoin_s,
+            agent_grace_s=agent_grace_s,
+            store_grace_s=store_grace_s,
+            form_timeout_s=form_timeout_s,
+            exit_grace_s=exit_grace_s,
+            term_grace_s=term_grace_s,
+            restarts_max=restarts_max,
+            fresh=fresh,
+            log_dir=log_dir or None,
+            quiet=quiet,
+        )
+    except ConfigError as error:
+        fail(error)
+        raise typer.Exit(EXIT_USAGE) from None
+    if local_hosts:
+        raise typer.Exit(local(options, local_hosts, respawn=respawn))
+    raise typer.Exit(agent(options))
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)
+def demo(context: typer.Context) -> None:
+    """Trains a small model on simulated hosts, kills some of it, and shows that nothing is lost."""
+    from jaxft.demo.cli import demo as command
+
+    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    inner.command()(command)
+    try:
+        inner(args=context.args, prog_name="jaxft demo")
+    except ConfigError as error:
+        fail(error)
+        raise typer.Exit(EXIT_USAGE) from None
+    except JaxftError as error:
+        fail(error)
+        raise typer.Exit(EXIT_WORLD) from None
+
+
+def main() -> None:
+    """The `jaxft` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

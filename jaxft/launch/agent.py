@@ -1,0 +1,486 @@
+"""The agent: one a host, supervises the host's SMP and ranks, and decides with the other agents.
+
+It is a loop: wait until something happens (a process ends, the SMP or a person says something, the
+store has changed), take note of it, ask `membership` what is to be done, do that. All decisions are
+there; here they are performed. Whatever fails is tried again with the next turn of the loop, since
+the decision is still the same then.
+
+Two threads beside the loop renew the lease and follow the store (`registration`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import signal
+import time
+from types import FrameType
+
+from jaxft import config, faults
+from jaxft.errors import StoreError
+from jaxft.group import membership as m
+from jaxft.group.messages import PersistOrder
+from jaxft.group.records import (
+    DONE,
+    END,
+    FAULT,
+    GENERATION,
+    HOST,
+    NUMBER,
+    PROGRESS,
+    Fault,
+    HostRecord,
+    JobEnd,
+    Progress,
+    View,
+    read_view,
+)
+from jaxft.group.world import Generation, Member, encode
+from jaxft.host import protocol
+from jaxft.launch.console import Console
+from jaxft.launch.hostdir import Lock, RankFile, ReservedPort, make_private, remove
+from jaxft.launch.options import KILL_S, RunOptions
+from jaxft.launch.probe import answering
+from jaxft.launch.ranks import PersistHelper, Ranks
+from jaxft.launch.registration import Registration, StoreWatcher
+from jaxft.launch.smp_process import Died, Happening, SnapshotProcess, Up
+from jaxft.launch.store import Store, open_store
+from jaxft.status.events import EventLog
+
+TICK_S = 0.05
+TURNS_MAX = 20
+PROBE_EVERY_S = 1.0
+PROGRESS_EVERY_S = 1.0
+WONDER_S = 1.0
+QUIET_KINDS = frozenset({"committed", "chosen"})
+
+
+class Interrupted(Exception):
+    """A signal told this agent to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"signal {number}")
+        self.number = number
+
+
+class Agent:
+    """One host's agent.
+
+    Args:
+        options: of the run.
+        console: who is told.
+
+    Raises:
+        JobInUse: another agent of this job runs on this host.
+    """
+
+    def __init__(self, options: RunOptions, console: Console) -> None:
+        self.options = options
+        self.directory = options.directory()
+        self._console = console
+        self._identity = secrets.token_hex(8)
+        self._lock = Lock(self.directory / "lock", f"job {options.job} on host {options.host}")
+        make_private(options.logs())
+        self._events = EventLog(config.events_dir(), host=options.host, role="agent")
+        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._signal = 0
+        self._rank_file = RankFile(self.directory / "ranks")
+        self._smp = SnapshotProcess(
+            options, self.directory, options.logs() / "smp.log", console.say
+        )
+        self._ranks = Ranks(options, self._smp.socket, self._rank_file, console, self._events)
+        self._observer = m.Observer(options.rules())
+        self._port = ReservedPort()
+        self._store: Store | None = None
+        self._registration: Registration | None = None
+        self._watcher: StoreWatcher | None = None
+        self._generation: Generation | None = None
+        self._left = 0
+        self._report: tuple[str, str] | None = None
+        self._answers: dict[str, bool] = {}
+        self._probed_s = 0.0
+        self._helper: PersistHelper | None = None
+        self._order: PersistOrder | None = None
+        self._progress: Progress | None = None
+        self._progress_written: Progress | None = None
+        self._progress_s = 0.0
+        self._said = ""
+        self._waits = ("", 0.0)
+        self._failed = True
+
+    # -------------------------------------------------------------------- from start to end
+
+    def run(self) -> JobEnd:
+        """Takes part in the job until it is over; leaves no process behind.
+
+        Raises:
+            Interrupted: by SIGINT or SIGTERM.
+            JaxftError: this host cannot go on.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        self._events.emit("agent_started", agent=self._identity)
+        try:
+            self._rank_file.kill_left(KILL_S)
+            self._store = open_store(self.options.store, job=self.options.job)
+            clear_ended_run(self._store)
+            self._smp.begin()
+            end = self._loop(self._store)
+            self._failed = not end.ok
+            self._events.emit(
+                "job_finished", ok=end.ok, reason=end.reason, generation=end.generation
+            )
+            return end
+        except Interrupted as interrupted:
+            self._console.say(f"{interrupted}: the ranks are told to end")
+            self._ranks.end(interrupted.number, self.options.term_grace_s)
+            raise
+        finally:
+            self._shut_down()
+
+    def _loop(self, store: Store) -> JobEnd:
+        while True:
+            self._wait()
+            if self._signal:
+                raise Interrupted(self._signal)
+            for happening in self._smp.poll():
+                self._smp_happened(happening, store)
+            self._ranks.poll()
+            self._mind_helper()
+            self._mind_absent_store()
+            end = self._take_turns(store)
+            if end is not None:
+                return end
+
+    def _wait(self) -> None:
+        poller = select.poll()
+        for fd in (self._wake_r, *self._smp.fds(), *self._ranks.fds()):
+            poller.register(fd, select.POLLIN)
+        poller.poll(TICK_S * 1000)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_r, 4096)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_w, b"!")
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = self._signal or number
+        self._wake()
+
+    def _shut_down(self) -> None:
+        """Ends everything, whatever of it there is; the SMP is given a few seconds."""
+        try:
+            self._kill_helper()
+            self._ranks.kill()
+        finally:
+            if self._registration is not None:
+                self._registration.release()
+            if self._watcher is not None:
+                self._watcher.close()
+            self._smp.stop()
+            self._port.close()
+            if self._store is not None:
+                self._store.close()
+            self._events.close()
+            remove(self.directory, self._lock, keep_logs=self._failed)
+            os.close(self._wake_r)
+            os.close(self._wake_w)
+
+    # -------------------------------------------------------------------- the SMP
+
+    def _smp_happened(self, happening: Happening, store: Store) -> None:
+        match happening:
+            case Up(welcome, how):
+                self._smp_up(welcome, how, store)
+            case Died(pid):
+                self._console.say(f"the SMP (pid {pid}) died; it is started again")
+                self._events.emit("smp_died", pid=pid, generation=self._entered)
+            case protocol.FaultTold(host=host, reason=reason):
+                self._report = (host, reason)
+            case protocol.PersistTold(order=order):
+                self._persist(order)
+            case protocol.Announced(kind=kind, detail=detail):
+                self._announced(kind, detail)
+            case protocol.Refused(reason=reason):
+                self._console.say(f"the SMP refuses: {reason}")
+            case _:
+                pass
+
+    def _smp_up(self, welcome: protocol.Welcome, how: str, store: Store) -> None:
+        self._events.emit(
+            f"smp_{how}", pid=welcome.pid, arena=welcome.arena, generation=self._entered
+        )
+        if self._registration is None:
+            self._registration = Registration(store, self.options.lease_s)
+            self._watcher = StoreWatcher(store, self._wake)
+        self._register()
+        self._events.emit("registered", address=welcome.address, generation=self._entered)
+        if self._generation is not None:
+            self._smp.enter(self._generation)
+
+    def _register(self) -> None:
+        """Writes this host's record as it is now."""
+        welcome, options = self._smp.welcome, self.options
+        if welcome is None or self._registration is None:
+            return
+        self._registration.put(
+            HostRecord(
+                host=options.host,
+                agent=self._identity,
+                arena=welcome.arena,
+                address=welcome.address,
+                coordinator=self._port.address,
+                ranks=options.ranks_per_host,
+                domain=options.domain,
+                newest=max(welcome.generation, self._entered),
+                snapshot=welcome.newest,
+                left=self._left,
+                fresh=options.fresh,
+            )
+        )
+
+    def _announced(self, kind: str, detail: dict[str, str | int | float]) -> None:
+        number = self._entered
+        facts = {key: value for key, value in detail.items() if key not in ("event", "generation")}
+        self._events.emit(kind, generation=number, **facts)
+        if kind not in QUIET_KINDS:
+            told = ", ".join(f"{key} {value}" for key, value in detail.items() if value != "")
+            self._console.say(f"generation {number}: {kind}{': ' if told else ''}{told}")
+        step = int(detail.get("step", -1))
+        if kind == "settled":
+            base = step if detail.get("base") else -1
+            self._progress = Progress(base=base, step=base)
+        elif kind == "committed" and self._progress is not None:
+            self._progress = Progress(base=self._progress.base, step=step)
+
+    # -------------------------------------------------------------------- persisting
+
+    def _persist(self, order: PersistOrder) -> None:
+        generation = self._generation
+        index = generation.index_of(self.options.host) if generation is not None else None
+        known = self._order.number if self._order is not None else 0
+        self._order = order
+        if order.result or not order.wanted:
+            self._kill_helper()
+        elif order.number > known and generation is not None and index is not None:
+            self._kill_helper()
+            self._helper = PersistHelper(
+                self.options, generation, index, self._smp.socket, order.number
+            )
+
+    def _mind_helper(self) -> None:
+        failure = self._helper.failure() if self._helper is not None else None
+        if self._helper is None or failure is None:
+            return
+        if failure:
+            self._console.say(failure)
+            self._smp.send(
+                protocol.HelperState(number=self._helper.number, state="failed", detail=failure)
+            )
+        self._helper = None
+
+    def _kill_helper(self) -> None:
+        helper, self._helper = self._helper, None
+        if helper is not None:
+            helper.kill()
+
+    # -------------------------------------------------------------------- the store
+
+    def _mind_absent_store(self) -> None:
+        """Training goes on without the store for a while, and not for longer."""
+        if self._registration is None or self._watcher is None:
+            return
+        silent_s = self._registration.silent_s()
+        if silent_s > self.options.store_grace_s and self._ranks.running:
+            self._console.say(
+                f"the store has not answered for {silent_s:.0f} s: the ranks are killed "
+                f"({self._watcher.error})"
+            )
+            self._ranks.kill()
+        elif self._watcher.error is not None:
+            self._say_once(f"the store does not answer: {self._watcher.error}")
+
+    def _write_progress(self, store: Store, *, at_once: bool = False) -> None:
+        """Says how far the generation is: when it settles, and now and then."""
+        if self._progress is None or self._progress == self._progress_written:
+            return
+        now_s = time.monotonic()
+        first = self._progress_written is None
+        if first or at_once or now_s - self._progress_s > PROGRESS_EVERY_S:
+            store.commit({}, {f"{PROGRESS}{self._entered}": encode(self._progress)})
+            self._progress_written, self._progress_s = self._progress, now_s
+
+    # -------------------------------------------------------------------- deciding and doing
+
+    @property
+    def _entered(self) -> int:
+        return self._generation.number if self._generation is not None else 0
+
+    def _me(self) -> m.Me:
+        return m.Me(
+            host=self.options.host,
+            agent=self._identity,
+            entered=self._entered,
+            running=self._ranks.running,
+            exits=self._ranks.exits,
+            report=self._report,
+            answers=self._answers,
+        )
+
+    def _take_turns(self, store: Store) -> JobEnd | None:
+        """Does what is to be done, until there is nothing left or the job is over."""
+        try:
+            self._write_progress(store)
+            for _ in range(TURNS_MAX):
+                view = self._watcher.view() if self._watcher is not None else None
+                if view is None or self._watcher is None:
+                    return None
+                decision = self._observer.decide(
+                    view, self._me(), time.monotonic(), secrets.token_hex(8)
+                )
+                if isinstance(decision, m.Finish):
+                    return self._finish(decision, store)
+                if not self._perform(decision, store, view):
+                    return None
+                self._watcher.refresh()
+        except StoreError as error:
+            self._say_once(str(error))
+        return None
+
+    def _perform(self, decision: m.Decision, store: Store, view: View) -> bool:
+        """Whether the store has to be read again for the next decision."""
+        match decision:
+            case m.Wait(reason, left_s, probe):
+                self._say_wait(reason, left_s)
+                self._probe(probe)
+                return False
+            case m.Form():
+                self._form(decision, store)
+            case m.Enter(generation, index, reason):
+                if not self._smp.is_up:
+                    return False
+                self._enter(generation, index, reason)
+            case m.KillRanks(generation=number, reason=reason):
+                self._leave(number, store, view.faults.get(number))
+            case m.DeclareFault(fault, expect, _):
+                key = f"{FAULT}{fault.generation}"
+                if store.commit({key: expect}, {key: encode(fault)}):
+                    self._tell_fault(fault)
+            case m.ReportDone(generation=number, ranks=ranks):
+                store.commit({}, {f"{DONE}{number}/{self.options.host}": encode(ranks)})
+        return True
+
+    def _probe(self, members: tuple[Member, ...]) -> None:
+        """Asks, now and then, whether the SMPs of hosts without an agent answer."""
+        if not members:
+            return
+        if time.monotonic() - self._probed_s > PROBE_EVERY_S:
+            self._answers = answering(members)
+            self._probed_s = time.monotonic()
+
+    def _form(self, decision: m.Form, store: Store) -> None:
+        generation = decision.generation
+        faults.reach("agent.forming", host=self.options.host, generation=generation.number)
+        put = {GENERATION: encode(generation)}
+        if store.commit(decision.expect, put, decision.delete):
+            self._events.emit(
+                "generation_formed",
+                number=generation.number,
+                generation=generation.number,
+                hosts=[member.host for member in generation.hosts],
+                holders=[member.host for member in generation.holders],
+                reason=decision.reason,
+            )
+            names = ", ".join(member.host for member in generation.hosts)
+            self._console.say(f"generation {generation.number} ({names}): {decision.reason}")
+
+    def _enter(self, generation: Generation, index: int | None, reason: str) -> None:
+        """Old ranks are dead; the SMP is told; then the new ones are started."""
+        faults.reach("agent.entering", host=self.options.host, generation=generation.number)
+        self._ranks.kill()
+        self._kill_helper()
+        self._generation, self._report, self._order = generation, None, None
+        self._progress = self._progress_written = None
+        self._answers = {}
+        self._smp.enter(generation)
+        self._events.emit(
+            "generation_entered",
+            number=generation.number,
+            generation=generation.number,
+            index=index,
+        )
+        if index is not None:
+            self._ranks.start(generation, index)
+
+    def _leave(self, number: int, store: Store, fault: Fault | None) -> None:
+        """No rank of this generation lives here any more: the others may form the next one."""
+        self._kill_helper()
+        self._ranks.kill()
+        self._left = max(self._left, number)
+        # A port of its own for each generation: what is left of an older one must not meet it.
+        old, self._port = self._port, ReservedPort()
+        old.close()
+        if fault is not None and (fault.kind, fault.host) == ("smp_report", self.options.host):
+            self._smp.check()
+        with contextlib.suppress(StoreError):
+            self._write_progress(store, at_once=True)
+        self._register()
+
+    def _tell_fault(self, fault: Fault) -> None:
+        self._events.emit(
+            "fault",
+            generation=fault.generation,
+            host=fault.host,
+            by=self.options.host,
+            kind=fault.kind,
+            detail=fault.detail,
+        )
+        if fault.kind == "host_lost":
+            self._events.emit(
+                "host_lost",
+                generation=fault.generation,
+                host=fault.host,
+                silent_s=self.options.lease_s,
+            )
+        self._console.say(f"generation {fault.generation} ends: {fault.detail}")
+
+    def _finish(self, decision: m.Finish, store: Store) -> JobEnd | None:
+        """The end, once it stands in the store."""
+        if decision.known or store.commit({END: None}, {END: encode(decision.end)}):
+            return decision.end
+        return None
+
+    def _say_once(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self._console.say(text)
+
+    def _say_wait(self, reason: str, left_s: float) -> None:
+        """Says what is waited for, if it takes long enough for a person to wonder."""
+        now_s = time.monotonic()
+        if reason != self._waits[0]:
+            self._waits = (reason, now_s)
+        elif reason != self._said and left_s > 0 and now_s - self._waits[1] > WONDER_S:
+            self._said = reason
+            self._console.say(f"{reason} (at most {left_s:.0f} s more)")
+
+
+def clear_ended_run(store: Store) -> None:
+    """Takes away what an earlier run of the job left behind, if that has ended and nobody of it is
+    there any more. Generations go on being counted from where they were.
+
+    Raises:
+        StoreError: the store does not answer.
+    """
+    for _ in range(TURNS_MAX):
+        entries = store.read()
+        view = read_view(entries)
+        if view.end is None or view.hosts:
+            return
+        old = [key for key in entries if key != NUMBER and not key.startswith(HOST)]
+        put = {NUMBER: encode(view.next_number - 1)}
+        if store.commit({END: view.revisions[END]}, put, old):
+            return

@@ -1,0 +1,162 @@
+"""A world on one machine: an agent for each simulated host, each of which can be killed as a whole.
+
+Rules
+- Agents die with this process, ranks with their agents; an SMP without an agent ends by itself.
+- An agent that was killed is started again, as a machine that comes back would; if its SMP is dead
+  too, that is an empty host. One that ended by itself is not started again, unless it failed and
+  the job goes on.
+- The result of the job is what the agents wrote into the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from types import FrameType
+
+import msgspec
+
+from jaxft import config
+from jaxft.errors import LaunchError, StoreError
+from jaxft.group.records import JobEnd, read_view
+from jaxft.launch.agent import Interrupted
+from jaxft.launch.child import Child, end_all, kill_all
+from jaxft.launch.console import Console
+from jaxft.launch.hostdir import Lock, clear_local_store, make_private
+from jaxft.launch.options import KILL_S, RunOptions
+from jaxft.launch.store import open_store
+from jaxft.status.events import EventLog
+
+POLL_S = 0.02
+END_S = 30.0
+RESPAWN_S = 0.2
+QUICK_S = 60.0
+QUICK_DEATHS_MAX = 10
+EXIT_USAGE = 2
+
+
+class LocalWorld:
+    """All agents of a job on this machine.
+
+    Args:
+        options: for all of them. `host` is replaced, and so is `store`, unless one is named.
+        count: how many hosts, named host0, host1, ...
+        respawn: start agents that were killed again.
+
+    Raises:
+        JobInUse: the job runs here already.
+    """
+
+    def __init__(self, options: RunOptions, count: int, *, respawn: bool) -> None:
+        self._options = options
+        self._respawn = respawn
+        self._directory = config.run_dir() / options.job
+        make_private(self._directory)
+        self._lock = Lock(self._directory / ".lock", f"job {options.job} on this machine")
+        self._events = EventLog(config.events_dir(), host="local", role="launcher")
+        self._console = Console("launcher", quiet=False)
+        self._hosts = [f"host{index}" for index in range(count)]
+        self._agents: dict[str, Child] = {}
+        self._ended: dict[str, int] = {}
+        self._deaths: dict[str, list[float]] = {host: [] for host in self._hosts}
+        self._due: dict[str, float] = {}
+        self._over_s: float | None = None
+        self._signal = 0
+
+    def run(self) -> JobEnd:
+        """Runs the job to its end and takes everything away but, after a failure, the logs.
+
+        Raises:
+            Interrupted: by SIGINT or SIGTERM.
+            LaunchError: all agents are gone and none of them wrote an end.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        try:
+            # What an earlier world wrote is found again in its hosts' memory.
+            clear_local_store(self._options.job, self._options.store)
+            for host in self._hosts:
+                self._start(host, self._options.fresh)
+            while self._agents or self._due:
+                if self._signal:
+                    grace_s = self._options.term_grace_s + END_S / 2
+                    end_all(self._agents.values(), self._signal, grace_s, KILL_S)
+                    raise Interrupted(self._signal)
+                if self._over_s is not None and time.monotonic() - self._over_s > END_S:
+                    names = ", ".join(self._agents)
+                    self._console.say(f"the job is over; the agents of {names} are killed")
+                    break
+                self._look()
+                time.sleep(POLL_S)
+            return self._result()
+        finally:
+            with contextlib.suppress(LaunchError):
+                kill_all(self._agents.values(), KILL_S)
+            self._clean()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signal = self._signal or number
+
+    def _start(self, host: str, fresh: bool) -> None:
+        options = msgspec.structs.replace(self._options, host=host, fresh=fresh)
+        command = [sys.executable, "-m", "jaxft.launch.run", msgspec.json.encode(options).decode()]
+        self._agents[host] = Child(command, env=os.environ)
+
+    def _look(self) -> None:
+        """Sees who has ended, and starts again who was killed."""
+        for host, agent in list(self._agents.items()):
+            status = agent.status()
+            if status is not None:
+                del self._agents[host]
+                self._gone(host, status)
+        for host, at_s in list(self._due.items()):
+            if time.monotonic() >= at_s:
+                del self._due[host]
+                self._start(host, fresh=False)
+
+    def _gone(self, host: str, status: int) -> None:
+        self._ended[host] = status
+        self._events.emit("agent_ended", of=host, status=status)
+        if status in (0, 1) or self._over_s is not None or self._end() is not None:
+            # The job is over: the others see that too, and end.
+            self._due.clear()
+            self._over_s = self._over_s or time.monotonic()
+            return
+        if status == EXIT_USAGE:
+            raise LaunchError(f"the agent of {host} could not start; its message is above")
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        now_s = time.monotonic()
+        deaths = [at_s for at_s in self._deaths[host] if now_s - at_s < QUICK_S] + [now_s]
+        self._deaths[host] = deaths
+        if self._respawn and len(deaths) <= QUICK_DEATHS_MAX:
+            self._console.say(f"the agent of {host} ended with {how}; it is started again")
+            self._due[host] = now_s + RESPAWN_S * len(deaths)
+        else:
+            self._console.say(f"the agent of {host} ended with {how}; this host stays away")
+
+    def _end(self) -> JobEnd | None:
+        """What the agents wrote, if they did."""
+        with contextlib.suppress(StoreError):
+            store = open_store(self._options.store, job=self._options.job)
+            try:
+                return read_view(store.read()).end
+            finally:
+                store.close()
+        return None
+
+    def _result(self) -> JobEnd:
+        end = self._end()
+        if end is None:
+            ends = ", ".join(f"{host}: {status}" for host, status in sorted(self._ended.items()))
+            raise LaunchError(f"all agents are gone before the job was over ({ends})")
+        return end
+
+    def _clean(self) -> None:
+        self._events.close()
+        self._lock.release()
+        clear_local_store(self._options.job, self._options.store)
+        with contextlib.suppress(OSError):
+            self._directory.rmdir()

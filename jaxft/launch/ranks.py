@@ -1,0 +1,190 @@
+"""The ranks of one host in one generation, and the process that persists for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from jaxft.config import RankEnv
+from jaxft.group.membership import Exit
+from jaxft.group.world import Generation
+from jaxft.launch.child import Child, end_all, kill_all
+from jaxft.launch.console import Console, LogFollower, last_lines
+from jaxft.launch.hostdir import RankFile
+from jaxft.launch.options import KILL_S, RunOptions
+from jaxft.status.events import EventLog
+
+PERSIST = "JAXFT_PERSIST"
+HELPER = ("-m", "jaxft.persist_helper")
+
+
+class Ranks:
+    """Starts, watches and kills them.
+
+    Args:
+        options: of the run.
+        smp: the socket of the host's SMP.
+        rank_file: where their process numbers are written down.
+        console, events: who is told.
+    """
+
+    def __init__(
+        self,
+        options: RunOptions,
+        smp: Path,
+        rank_file: RankFile,
+        console: Console,
+        events: EventLog,
+    ) -> None:
+        self._options = options
+        self._smp = smp
+        self._rank_file = rank_file
+        self._console = console
+        self._events = events
+        self._children: dict[int, Child] = {}
+        self._followers: list[LogFollower] = []
+        self._exits: dict[int, Exit] = {}
+        self.generation = 0
+
+    @property
+    def running(self) -> int:
+        """The generation whose ranks were started and not yet seen dead; 0: none."""
+        return self.generation
+
+    @property
+    def exits(self) -> tuple[Exit, ...]:
+        """Those that ended by themselves, the first one first."""
+        return tuple(self._exits.values())
+
+    def fds(self) -> list[int]:
+        """Readable when one ends."""
+        return [child.pidfd for child in self._children.values() if child.pidfd >= 0]
+
+    def start(self, generation: Generation, index: int) -> None:
+        """Starts the ranks of the host with this index; all earlier ones are dead."""
+        assert not self._children
+        self.generation = generation.number
+        first = generation.first_rank(index)
+        for rank in range(first, first + generation.hosts[index].ranks):
+            log = self._options.logs() / f"gen{generation.number}-rank{rank}.log"
+            env = rank_environment(generation, self._options.host, rank, self._smp)
+            log.touch(mode=0o600)
+            child = Child(self._options.command, env=env, log=log)
+            self._children[rank] = child
+            self._followers.append(LogFollower(self._console, rank, log))
+            self._events.emit(
+                "rank_started", rank=rank, pid=child.pid, generation=generation.number
+            )
+        self._rank_file.write(list(self._children.values()))
+
+    def poll(self) -> None:
+        """Notes who has ended, and shows what they print."""
+        for rank, child in self._children.items():
+            code = child.status()
+            if code is None or rank in self._exits:
+                continue
+            assert child.log is not None
+            self._exits[rank] = Exit(
+                rank=rank, code=code, lived_s=child.lived_s, tail=last_lines(child.log)
+            )
+            self._say_exit(rank, code)
+        self.follow()
+
+    def follow(self) -> None:
+        for follower in self._followers:
+            follower.poll()
+
+    def kill(self) -> None:
+        """SIGKILL at once, and until all are dead. Raises LaunchError if one does not die."""
+        self._end(lambda children: kill_all(children, KILL_S))
+
+    def end(self, number: int, grace_s: float) -> None:
+        """The signal, some time to end, then SIGKILL. Raises LaunchError if one does not die."""
+        self._end(lambda children: end_all(children, number, grace_s, KILL_S))
+
+    def _end(self, way: Callable[[list[Child]], None]) -> None:
+        began_s = time.monotonic()
+        left = any(child.status() is None for child in self._children.values())
+        way(list(self._children.values()))
+        for rank, child in self._children.items():
+            if rank not in self._exits:
+                self._say_exit(rank, child.status() or 0)
+        for follower in self._followers:
+            follower.close()
+        if left:
+            self._events.emit(
+                "ranks_killed",
+                generation=self.generation,
+                took_s=round(time.monotonic() - began_s, 3),
+            )
+        self._rank_file.clear()
+        self._children, self._followers, self._exits = {}, [], {}
+        self.generation = 0
+
+    def _say_exit(self, rank: int, code: int) -> None:
+        self._events.emit(
+            "rank_exited",
+            rank=rank,
+            generation=self.generation,
+            code=max(code, 0),
+            signal=max(-code, 0),
+        )
+
+
+def rank_environment(
+    generation: Generation,
+    host: str,
+    rank: int,
+    smp: Path,
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, str]:
+    """The environment of a rank: this process's own, in which this generation's variables win.
+
+    Python's output is not buffered (unless that was asked for otherwise), so that the last lines
+    of a rank that is killed are in its log.
+    """
+    env = dict(os.environ if environ is None else environ)
+    env.pop(PERSIST, None)
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    place = RankEnv(
+        job=generation.job,
+        host=host,
+        generation=generation.number,
+        nonce=generation.nonce,
+        rank=rank,
+        ranks=generation.rank_count,
+        coordinator=generation.coordinator,
+        smp=str(smp),
+    )
+    return env | place.to_environ()
+
+
+class PersistHelper:
+    """The process that writes this host's part of persist number `number` to storage.
+
+    Helpers form a world of their own with one process a host, so in its variables JAXFT_RANK is
+    the host's index and JAXFT_RANKS the number of hosts.
+    """
+
+    def __init__(
+        self, options: RunOptions, generation: Generation, index: int, smp: Path, number: int
+    ) -> None:
+        self.number = number
+        self.log = options.logs() / f"gen{generation.number}-persist{number}.log"
+        env = rank_environment(generation, options.host, index, smp)
+        env |= {"JAXFT_RANKS": str(len(generation.hosts)), PERSIST: str(number)}
+        self._child = Child([sys.executable, *HELPER], env=env, log=self.log)
+
+    def failure(self) -> str | None:
+        """None while it runs, "" once it has ended well, else what is wrong."""
+        status = self._child.status()
+        if status is None or status == 0:
+            return None if status is None else ""
+        how = f"status {status}" if status > 0 else f"signal {-status}"
+        return f"the persist helper ended with {how}: {last_lines(self.log, lines=1)}"
+
+    def kill(self) -> None:
+        kill_all([self._child], KILL_S)

@@ -1,0 +1,112 @@
+"""`jaxft run`: one agent, or a whole world of them on this machine; and what it ends with."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from jaxft import config
+from jaxft.errors import ConfigError, JaxftError, JobInUse
+from jaxft.group.records import JobEnd
+from jaxft.launch.agent import Agent, Interrupted
+from jaxft.launch.console import Console
+from jaxft.launch.hostdir import clear_local_store, make_private
+from jaxft.launch.local import LocalWorld
+from jaxft.launch.options import RunOptions
+
+EXIT_OK = 0
+EXIT_SCRIPT = 1
+EXIT_USAGE = 2
+EXIT_WORLD = 3
+EXIT_SIGNAL = 128
+
+
+def run_agent(options: RunOptions) -> int:
+    """Runs this host's agent until the job is over; returns the exit status.
+
+    0: all ranks ended with status 0. 1: the training script failed. 2: bad usage, or the name is in
+    use. 3: the world could not be formed, or could not go on. 128 + n: ended by signal n.
+    """
+    console = Console(options.host, quiet=options.quiet)
+    def run() -> JobEnd:
+        make_private(config.run_dir() / options.job)
+        try:
+            return Agent(options, console).run()
+        finally:
+            clear_local_store(options.job, options.store)
+
+    return _ended(run, options)
+
+
+def run_local(options: RunOptions, count: int, *, respawn: bool) -> int:
+    """Runs `count` agents on this machine, each a host of its own; returns as `run_agent`.
+
+    Args:
+        options: for all of them; `host` is not used.
+        respawn: start an agent that died again, as a machine that comes back would.
+    """
+    return _ended(lambda: LocalWorld(options, count, respawn=respawn).run(), options)
+
+
+def check_command(command: tuple[str, ...]) -> None:
+    """Refuses a command that does not exist, before anything is started.
+
+    Raises:
+        ConfigError: it is not there, or not executable.
+    """
+    if command and shutil.which(command[0]) is None:
+        remedy = "check its name and PATH"
+        if Path(command[0]).is_file():
+            remedy = f"it is not executable; for a Python script: -- python {command[0]}"
+        raise ConfigError(f"command not found: {command[0]} ({remedy})")
+
+
+def fail(error: object) -> None:
+    """One clear message."""
+    print(f"jaxft: error: {error}", file=sys.stderr, flush=True)
+
+
+def _ended(run: Callable[[], JobEnd], options: RunOptions) -> int:
+    try:
+        end = run()
+    except Interrupted as interrupted:
+        return EXIT_SIGNAL + interrupted.number
+    except (ConfigError, JobInUse) as error:
+        fail(error)
+        return EXIT_USAGE
+    except JaxftError as error:
+        fail(error)
+        return EXIT_WORLD
+    if end.ok:
+        return EXIT_OK
+    fail(end.reason)
+    for line in end.tail.splitlines():
+        print(f"  | {line}", file=sys.stderr)
+    where = Path(options.log_dir) if options.log_dir else config.run_dir() / options.job
+    print(f"  logs: {where}", file=sys.stderr, flush=True)
+    return EXIT_SCRIPT if end.kind == "script" else EXIT_WORLD
+
+
+def main() -> int:
+    """`python -m jaxft.launch.run OPTIONS`: an agent that `LocalWorld` starts; it tells the end."""
+    options = msgspec.json.decode(sys.argv[1], type=RunOptions)
+    console = Console(options.host, quiet=options.quiet)
+    try:
+        end = Agent(options, console).run()
+    except Interrupted as interrupted:
+        return EXIT_SIGNAL + interrupted.number
+    except (ConfigError, JobInUse) as error:
+        fail(f"{options.host}: {error}")
+        return EXIT_USAGE
+    except JaxftError as error:
+        fail(f"{options.host}: {error}")
+        return EXIT_WORLD
+    return EXIT_OK if end.ok else EXIT_SCRIPT if end.kind == "script" else EXIT_WORLD
+
+
+if __name__ == "__main__":
+    sys.exit(main())
