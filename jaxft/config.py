@@ -7,6 +7,7 @@ Variables that the agent sets for a rank (and for nobody else to set):
     JAXFT_RANK, JAXFT_RANKS    its jax.process_index(), and how many there are
     JAXFT_COORDINATOR          where jax.distributed meets
     JAXFT_SMP                  the Unix socket of the host's snapshot process
+    JAXFT_PERSIST              for a persist helper, whose rank is its host's: the order's number
 
 Variables for people:
 
@@ -89,6 +90,12 @@ class RankEnv(msgspec.Struct, frozen=True, kw_only=True):
                 f"the JAXFT_* variables of this process are incomplete ({error}); start it with "
                 "`jaxft run`, or unset JAXFT_SMP"
             ) from None
+
+
+def persist_number(environ: Mapping[str, str] | None = None) -> int | None:
+    """The number of the order that this process, a persist helper, was started for."""
+    text = (os.environ if environ is None else environ).get("JAXFT_PERSIST", "")
+    return int(text) if text.isdigit() else None
 
 
 def faults_text(environ: Mapping[str, str] | None = None) -> str:

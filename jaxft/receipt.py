@@ -6,6 +6,7 @@ from concurrent.futures import Future
 
 from jaxft.errors import JaxftError, SnapshotSkipped
 from jaxft.group.manifest import SnapshotId
+from jaxft.group.world import Code
 
 
 class Receipt:
@@ -14,6 +15,8 @@ class Receipt:
     Attributes:
         step: the step it was called with.
         id: the snapshot's identity, None if the call was skipped.
+        code: what protects it: this host's group survives the loss of `code.parity` hosts. A world
+            that is too small for the job's code has less; a lone host has 0.
         skipped: why no snapshot was begun, the same on every rank; None if one was.
         wait_s: how long the call waited for the snapshot before it to be decided.
         staged: done when this host's bytes are in its snapshot process: a crash of the ranks loses
@@ -27,10 +30,16 @@ class Receipt:
     """
 
     def __init__(
-        self, step: int, identity: SnapshotId | None, *, skipped: str | None = None
+        self,
+        step: int,
+        identity: SnapshotId | None,
+        code: Code,
+        *,
+        skipped: str | None = None,
     ) -> None:
         self.step = step
         self.id = identity
+        self.code = code
         self.skipped = skipped
         self.wait_s = 0.0
         self.staged: Future[None] = Future()

@@ -43,7 +43,7 @@ from jaxft.host import protocol as p
 from jaxft.host.client import SmpClient, greeting
 from jaxft.receipt import Receipt
 from jaxft.restorer import Restored, restore
-from jaxft.startup import rank_environment
+from jaxft.startup import take_seat
 from jaxft.status.events import EventLog
 
 _log = logging.getLogger(__name__)
@@ -72,10 +72,10 @@ class Snapshotter:
         staging: how the bytes are kept until they are copied: "view" (the default on CPU),
             "pinned_host" (the default elsewhere) or "device".
         fallback: where checkpoints go and come from when memory is not enough.
-        code: the code this script expects; the job's own (`jaxft run --code`) if None. For a
-            process that was not started by `jaxft run`, the code of the job it starts.
         fresh: begin anew, whatever the job's memory holds.
-        job: the job's name where the process was not started by `jaxft run`.
+        job: the job's name in a script that was not started by `jaxft run` (named after the script
+            if None). Such a script is alone; its memory outlives its crashes in a process that is
+            started beside it.
         timeout_s: for everything that other processes have to do before `restore` can return.
         save_wait_s: how long a due `save` waits for the outcome of the snapshot before.
 
@@ -90,14 +90,14 @@ class Snapshotter:
         every: int | str = 10,
         staging: Staging | None = None,
         fallback: OrbaxFallback | None = None,
-        code: Code | None = None,
         fresh: bool = False,
         job: str | None = None,
         timeout_s: float = 600.0,
         save_wait_s: float = 60.0,
     ) -> None:
         arm(config.faults_text())
-        self.env = rank_environment(job=job, code=code)
+        self._seat = take_seat(job)
+        self.env = self._seat.env
         self.fallback = fallback
         self.staging: Staging = staging if staging is not None else default_staging()
         self.timeout_s = timeout_s
@@ -234,7 +234,7 @@ class Snapshotter:
 
     def _skip(self, step: int, why: str) -> Receipt:
         self._events.emit("save_skipped", step=step, reason=why)
-        return Receipt(step, None, skipped=why)
+        return Receipt(step, None, self.code, skipped=why)
 
     def _measure(self, step: int) -> None:
         """How long a step takes, for intervals in seconds."""
@@ -277,7 +277,7 @@ class Snapshotter:
     def _begin_snapshot(self, step: int, state: Any, extras: bytes, waited_s: float) -> Receipt:
         seq = self._seq
         identity = SnapshotId(self.env.generation, seq, self.env.nonce)
-        receipt = Receipt(step, identity)
+        receipt = Receipt(step, identity, self.code)
         receipt.wait_s = waited_s
         plan = self._plans.get(state)
         self._seq += 1
@@ -325,7 +325,9 @@ class Snapshotter:
         def answer() -> p.Granted | Outcome | None:
             return client.granted.get(job.seq) or client.outcomes.get(job.seq)
 
-        granted = client.wait(answer, self.timeout_s, f"a slot for snapshot {job.seq}")
+        granted: p.Granted | Outcome = client.wait(
+            answer, self.timeout_s, f"a slot for snapshot {job.seq}"
+        )
         if isinstance(granted, Outcome):
             job.staged.release()
             return
@@ -436,13 +438,23 @@ class Snapshotter:
     # -------------------------------------------------------------------- the rest
 
     @property
+    def code(self) -> Code:
+        """What protects this host's snapshots: the code of its group."""
+        return Code.parse(self.client.welcome.code)
+
+    @property
     def latest(self) -> int | None:
         """The step of the newest snapshot that is protected, as far as this rank knows."""
         with self._lock:
             return self._latest_step
 
-    def close(self, *, timeout_s: float = 30.0) -> None:
+    def close(self, *, timeout_s: float = 30.0, failing: bool = False) -> None:
         """Waits for the snapshot in progress to be decided, and ends.
+
+        Args:
+            timeout_s: how long to wait.
+            failing: the script has failed and will be run again. A script that nobody launched
+                keeps its memory then, and lets it go otherwise: its job is done.
 
         Raises:
             SnapshotError: the last snapshot failed and nobody has looked at its receipt.
@@ -469,6 +481,10 @@ class Snapshotter:
                 receipt.fail(SnapshotLost("the snapshotter was closed before it was known"))
             self.client.close()
             self._events.close()
+            if failing:
+                self._seat.leave()
+            else:
+                self._seat.finish()
         if unseen is not None:
             raise unseen
 
@@ -485,7 +501,7 @@ class Snapshotter:
             self.close()
             return
         try:
-            self.close(timeout_s=1.0)
+            self.close(timeout_s=1.0, failing=True)
         except JaxftError as also:
             _log.error("while the script was failing: %s", also)
 

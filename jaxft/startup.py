@@ -8,7 +8,7 @@ import jax
 
 from jaxft.config import RankEnv
 from jaxft.errors import ConfigError
-from jaxft.group.world import Code
+from jaxft.host.attach import Seat, attach
 
 HEARTBEAT_S = 100
 INITIALIZE_S = 300
@@ -23,12 +23,14 @@ def initialize() -> None:
     Raises:
         ConfigError: the variables that the agent sets are incomplete.
     """
-    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call]
     env = RankEnv.from_environ()
     if env is None or env.ranks == 1:
         return
-    if jax.config.jax_cpu_collectives_implementation is None:
-        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if getattr(jax.config, "jax_cpu_collectives_implementation", None) in (None, "none"):
+        jax.config.update(  # type: ignore[no-untyped-call]
+            "jax_cpu_collectives_implementation", "gloo"
+        )
     jax.distributed.initialize(
         coordinator_address=env.coordinator,
         num_processes=env.ranks,
@@ -48,16 +50,17 @@ def _bind_address(coordinator: str) -> str | None:
         return None
 
 
-def rank_environment(*, job: str | None, code: Code | None) -> RankEnv:
-    """Where this rank stands.
+def take_seat(job: str | None) -> Seat:
+    """Where this rank stands: as its agent said, or, in a process that nobody launched, as the one
+    rank of a job of its own.
 
     Raises:
-        ConfigError: it was not started by an agent.
+        ConfigError: the job's name is not the one that the agent runs.
+        JobInUse: another process is the rank of this job.
     """
     env = RankEnv.from_environ()
     if env is None:
-        raise ConfigError(
-            "this process was not started by `jaxft run`: start it with "
-            "`jaxft run --local-hosts 1 -- python train.py`"
-        )
-    return env
+        return attach(job)
+    if job is not None and job != env.job:
+        raise ConfigError(f'Snapshotter(job="{job}"): `jaxft run` runs this script as "{env.job}"')
+    return Seat(env)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -33,7 +34,7 @@ class State(NamedTuple):
 
 
 def _dense(features: int, name: str) -> nn.Dense:
-    return nn.Dense(features, use_bias=False, kernel_init=nn.initializers.normal(0.05), name=name)
+    return nn.Dense(features, use_bias=False, name=name)
 
 
 class Block(nn.Module):
@@ -59,9 +60,8 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         length = tokens.shape[1]
-        normal = nn.initializers.normal(0.05)
-        position = self.param("position", normal, (LENGTH, WIDTH))
-        x = nn.Embed(VOCABULARY, WIDTH, embedding_init=normal, name="embed")(tokens) + position
+        position = self.param("position", nn.initializers.zeros, (LENGTH, WIDTH))
+        x = nn.Embed(VOCABULARY, WIDTH, name="embed")(tokens) + position
         mask = jnp.tril(jnp.ones((length, length), bool))
         for layer in range(LAYERS):
             x = Block(name=f"block{layer}")(x, mask)
@@ -72,9 +72,18 @@ _MODEL = Transformer()
 _OPTIMIZER = optax.adamw(3e-3)
 
 
-def init(seed: int) -> State:
-    """The state before the first step."""
-    params = _MODEL.init(jax.random.key(seed), jnp.zeros((1, LENGTH), jnp.int32))["params"]
+def _shapes() -> State:
+    """The state's shapes and types, without computing anything."""
+
+    def init() -> State:
+        params = _MODEL.init(jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))["params"]
+        return _begin(params)
+
+    shapes: State = jax.eval_shape(init)
+    return shapes
+
+
+def _begin(params: Any) -> State:
     return State(jnp.zeros((), jnp.int32), params, _OPTIMIZER.init(params))
 
 
@@ -120,26 +129,41 @@ def shardings(mesh: Mesh, state: State) -> State:
     return State(fit(mesh, ()), over(state.params, None), over(state.optimizer, "data"))
 
 
-def abstract(mesh: Mesh, seed: int) -> State:
-    """The state's shapes, types and shardings on this mesh, without computing anything."""
-    state = jax.eval_shape(lambda: init(seed))
+def abstract(mesh: Mesh) -> State:
+    """The state's shapes, types and shardings on this mesh: what `restore` is to fill."""
+    shapes = _shapes()
 
     def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)  # type: ignore[no-untyped-call]
 
-    filled: State = jax.tree.map(placed, state, shardings(mesh, state))
+    filled: State = jax.tree.map(placed, shapes, shardings(mesh, shapes))
     return filled
 
 
-def compiled_init(like: State, seed: int) -> State:
-    """The state before the first step, laid out like `like`."""
-    layout = jax.tree.map(lambda leaf: leaf.sharding, like)
-    state: State = jax.jit(lambda: init(seed), out_shardings=layout)()
+def first_state(like: State, seed: int) -> State:
+    """The state before the first step, laid out like `like`.
+
+    NumPy draws the parameters: it takes no time, while compiling a random generator for each of
+    them takes as long as compiling the whole step.
+    """
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        values = rng.normal(0.0, 0.05, leaf.shape) if leaf.ndim > 1 else np.ones(leaf.shape)
+        values = values.astype(leaf.dtype)
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, values.__getitem__)
+
+    params = jax.tree.map(draw, like.params)
+    state: State = jax.jit(_begin, out_shardings=_layout(like))(params)
     return state
+
+
+def _layout(like: State) -> State:
+    layout: State = jax.tree.map(lambda leaf: leaf.sharding, like)
+    return layout
 
 
 def compiled_step(like: State) -> Callable[[State, jax.Array], tuple[State, jax.Array]]:
     """`train_step`, jitted; the state it is given is donated."""
-    layout = jax.tree.map(lambda leaf: leaf.sharding, like)
-    whole = fit(jax.tree.leaves(like)[0].sharding.mesh, ())
-    return jax.jit(train_step, donate_argnums=0, out_shardings=(layout, whole))
+    whole = fit(like.step.sharding.mesh, ())
+    return jax.jit(train_step, donate_argnums=0, out_shardings=(_layout(like), whole))

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     jaxft.initialize()
     mesh = jaxft.make_mesh({"data": -1, "model": 2})
     text = data.load_text()
-    like = model.abstract(mesh, options.seed)
+    like = model.abstract(mesh)
     shape = (options.rows, model.LENGTH + 1)
     rows = model.fit(mesh, shape, "data")
     log = DemoLog(options)
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with jaxft.Snapshotter(every=options.every, fallback=_fallback(options)) as snapshotter:
         restored = snapshotter.restore(like)
         if restored is None:
-            first, state = 0, model.compiled_init(like, options.seed)
+            first, state = 0, model.first_state(like, options.seed)
         else:
             first, state = restored.extras["batches"], restored.state
             log.restored(restored)

@@ -68,7 +68,7 @@ class Table:
     def of(cls, manifests: Iterable[Manifest]) -> Table:
         """Reads the manifests of all hosts of one snapshot."""
         ordered = sorted(manifests, key=lambda manifest: manifest.host)
-        leaves = ordered[0].leaves
+        leaves = tuple(leaf for leaf in ordered[0].leaves if leaf.kind != "empty")
         stored: list[list[Stored]] = [[] for _ in leaves]
         for manifest in ordered:
             for part in manifest.parts:
@@ -137,15 +137,30 @@ def match(like: Any, table: Table, *, strict: bool = True) -> Targets:
         TreeMismatch: a leaf that is missing, too many, or of another shape, dtype or kind.
         RestoreError: the snapshot's manifests do not cover a leaf.
     """
-    with_path, treedef = flatten(like)
-    numbers = {leaf.path: number for number, leaf in enumerate(table.leaves)}
-    _check_paths([path for path, _ in with_path], numbers, strict)
+    pairs, treedef = pair(like, table.leaves, strict=strict)
     targets = []
-    for path, value in with_path:
-        leaf = table.leaves[numbers[path]]
-        _check_leaf(leaf, describe(path, value))
-        targets.append(Target(leaf, value, _fills(leaf, value, table.stored[numbers[path]])))
+    for number, value in pairs:
+        leaf = table.leaves[number]
+        targets.append(Target(leaf, value, _fills(leaf, value, table.stored[number])))
     return Targets(tuple(targets), treedef, table.part_ends)
+
+
+def pair(
+    like: Any, leaves: Sequence[Leaf], *, strict: bool = True
+) -> tuple[list[tuple[int, Any]], jax.tree_util.PyTreeDef]:
+    """Finds every leaf of `like` among those that were saved: (its number there, the target).
+
+    Raises:
+        TreeMismatch: as `match`.
+    """
+    with_path, treedef = flatten(like)
+    numbers = {leaf.path: number for number, leaf in enumerate(leaves)}
+    _check_paths([path for path, _ in with_path], numbers, strict)
+    pairs = []
+    for path, value in with_path:
+        _check_leaf(leaves[numbers[path]], describe(path, value))
+        pairs.append((numbers[path], value))
+    return pairs, treedef
 
 
 def _check_paths(wanted: Sequence[Path], numbers: dict[Path, int], strict: bool) -> None:
@@ -192,7 +207,8 @@ def _summary(leaf: Leaf) -> str:
     return f"{leaf.kind} {dtype}{list(leaf.shape)}"
 
 
-def _is_uncommitted(like: Any) -> bool:
+def is_uncommitted(like: Any) -> bool:
+    """Whether this target leaves it to JAX where the array is."""
     return like.sharding is None or not getattr(like, "committed", True)
 
 
@@ -212,7 +228,7 @@ def _fills(leaf: Leaf, like: Any, stored: Sequence[Stored]) -> tuple[Fill, ...]:
 
 def _wanted(leaf: Leaf, like: Any) -> list[Box]:
     """The distinct boxes of a leaf that this process needs."""
-    if leaf.kind == "numpy" or _is_uncommitted(like):
+    if leaf.kind == "numpy" or is_uncommitted(like):
         return [whole(stored_shape(leaf))]
     here = like.sharding.addressable_devices
     boxes = device_boxes(like.sharding, leaf).items()
@@ -334,13 +350,13 @@ def _restore(target: Target, read: Read, flight: _Flight) -> Any:
     flight.add(array)
     if leaf.kind == "key":
         return jax.random.wrap_key_data(array, impl=leaf.impl)
-    return _weaken(array, like) if leaf.weak_type else array
+    return weaken(array, like) if leaf.weak_type else array
 
 
 def _place(leaf: Leaf, like: Any, buffers: dict[Box, np.ndarray[Any, Any]]) -> jax.Array:
     """Puts buffers on the devices. CPU devices take them over; replicas of a shard share one."""
     array: jax.Array
-    if _is_uncommitted(like):
+    if is_uncommitted(like):
         (buffer,) = buffers.values()
         array = jax.device_put(buffer)
     else:
@@ -354,12 +370,12 @@ def _place(leaf: Leaf, like: Any, buffers: dict[Box, np.ndarray[Any, Any]]) -> j
     return array
 
 
-def _weaken(array: jax.Array, like: Any) -> jax.Array:
+def weaken(array: jax.Array, like: Any) -> jax.Array:
     """The same scalar, weakly typed, where JAX can make it: from a Python scalar."""
     if array.ndim or not array.is_fully_addressable:
         return array
     weak: jax.Array = jax.device_put(array.item())
-    if not _is_uncommitted(like):
+    if not is_uncommitted(like):
         weak = jax.device_put(weak, like.sharding)
     # The payload of a NaN does not always survive being a Python float.
     same = weak.dtype == array.dtype and np.asarray(weak).tobytes() == np.asarray(array).tobytes()

@@ -201,6 +201,27 @@ _LITERALS: dict[type, tuple[Callable[[Any], bytes], Callable[[bytes], Any]]] = {
 _DECODERS = {kind.__name__: decode for kind, (_, decode) in _LITERALS.items()}
 
 
+def empty_nodes(tree: Any) -> tuple[Leaf, ...]:
+    """The nodes of a tree with nothing in them, as leaves of kind "empty".
+
+    No restore needs them: they are in the target. Orbax wants to see them in a checkpoint. `dtype`
+    is "dict", "list" or "tuple", or "none" for None and for named tuples without fields.
+    """
+    with_path, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_empty)
+    return tuple(
+        Leaf(path=_structured(keys), kind="empty", shape=(), dtype=_EMPTY.get(type(node), "none"))
+        for keys, node in with_path
+        if _is_empty(node)
+    )
+
+
+_EMPTY = {dict: "dict", list: "list", tuple: "tuple"}
+
+
+def _is_empty(node: Any) -> bool:
+    return node is None or (isinstance(node, (dict, list, tuple)) and not node)
+
+
 def encode_literal(value: Any) -> bytes:
     """The bytes of a scalar; `decode_literal` with the `dtype` of its Leaf gives the value back."""
     if isinstance(value, np.generic):

@@ -1,6 +1,7 @@
 """One host's whole core: its keeper and, on a generation's first host, the root.
 
-The root's decision goes into this host's ledger before anything is sent.
+What the root decides goes into this host's ledger before it is sent to anybody else: a root whose
+SMP is killed half-way through telling must find in its ledger what it has told.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class HostCore:
             self.root = Root(keeper.generation, keeper.ledger, now_s, self.timing)
 
     def _deliver_own(self, effects: list[e.Effect], now_s: float) -> list[e.Effect]:
-        """Feeds what this host says to itself back in, at its place in the order."""
+        """Feeds what this host says to itself back in, at its place in the order: what follows
+        from it comes before what was to come after it."""
         done: list[e.Effect] = []
         queue = list(effects)
         while queue:
@@ -52,9 +54,9 @@ class HostCore:
                 body = effect.body
                 if isinstance(body, Status):
                     if self.root is not None:
-                        queue += self.root.heard(self.host, body, now_s)
+                        queue[:0] = self.root.heard(self.host, body, now_s)
                 elif isinstance(body, Directive):
-                    queue += self.keeper.handle(e.Heard(self.host, body), now_s)
+                    queue[:0] = self.keeper.handle(e.Heard(self.host, body), now_s)
             else:
                 done.append(effect)
         return done

@@ -103,7 +103,7 @@ class Keeper:
             pins.add(outcome.committed)
         elif self.ledger.settled and self.ledger.lineage[-1].base is not None:
             pins.add(self.ledger.lineage[-1].base)
-        order = self.directive.persist
+        order = self.ledger.persist
         if order is not None and order.pinned and order.id is not None:
             pins.add(order.id)
         if outcome is not None and outcome.persist and not self._persist_heard(outcome):
@@ -112,7 +112,7 @@ class Keeper:
 
     def _persist_heard(self, outcome: Outcome) -> bool:
         """Has the root said yet whether the persisted snapshot of this outcome is still pinned?"""
-        order = self.directive.persist
+        order = self.ledger.persist
         return order is not None and order.id is not None and order.id.seq >= outcome.seq
 
     def slot_of(self, identity: SnapshotId) -> int | None:
@@ -230,6 +230,8 @@ class Keeper:
             generation.number == current and generation.nonce != self.ledger.nonce
         ):
             return []
+        if self._entering is not None and generation.number < self._entering.number:
+            return []
         if self.generation is not None and self.generation.number == generation.number:
             return []
         self.frozen = False
@@ -256,7 +258,13 @@ class Keeper:
         self._forget_generation()
         self.frozen = True
         self.ledger = msgspec.structs.replace(
-            self.ledger, generation=number, nonce=self.generation.nonce, outcome=None, interval=1
+            self.ledger,
+            generation=number,
+            nonce=self.generation.nonce,
+            outcome=None,
+            before=None,
+            interval=1,
+            persist=None,
         )
         return [e.WriteLedger(self.ledger)]
 
@@ -291,6 +299,9 @@ class Keeper:
             effects.append(e.TellSettled(directive))
         if directive.outcome is not None and directive.outcome.seq >= self.next_seq:
             effects += self.learn(directive.outcome)
+        if directive.persist is not None and directive.persist != self.ledger.persist:
+            self.ledger = msgspec.structs.replace(self.ledger, persist=directive.persist)
+            effects.append(e.WriteLedger(self.ledger))
         if directive.persist is not None and directive.persist != old.persist:
             effects.append(e.TellPersist(directive.persist))
         return effects
@@ -328,7 +339,9 @@ class Keeper:
             return []
         identity = SnapshotId(self.ledger.generation, outcome.seq, self.ledger.nonce)
         committed = outcome.committed if outcome.committed is not None else self.ledger.committed
-        self.ledger = msgspec.structs.replace(self.ledger, outcome=outcome, committed=committed)
+        self.ledger = msgspec.structs.replace(
+            self.ledger, outcome=outcome, before=self.ledger.outcome, committed=committed
+        )
         effects: list[e.Effect] = [e.WriteLedger(self.ledger)]
         if self._coding == identity:
             effects.append(e.StopCoding(identity))
@@ -373,8 +386,8 @@ class Keeper:
                 interval=self.ledger.interval,
             )
             effects.append(e.TellSettled(settled))
-            if self.ledger.outcome is not None:
-                effects.append(e.TellOutcome(self.ledger.outcome))
+            known = (self.ledger.before, self.ledger.outcome)
+            effects += [e.TellOutcome(outcome) for outcome in known if outcome is not None]
         elif self.directive.plan is not None:
             effects.append(e.TellPlan(self.directive.plan))
         return effects
@@ -386,7 +399,7 @@ class Keeper:
         if number is not None and self.ledger.slots[number].readable:
             self._asks[ask.rank] = ask
             return [e.TellStaged(ask.seq)]
-        if ask.rank in self._asks and self._granted:
+        if ask.rank in self._asks and self._granted and not self._sealing:
             self._granted = False
             self._parts.pop(ask.rank, None)
         self._asks[ask.rank] = ask

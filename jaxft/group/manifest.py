@@ -22,7 +22,8 @@ from jaxft.group.world import World
 CHUNK = 256 * 1024
 ALIGN = 64
 
-# ("k", key) dict key · ("i", index) sequence · ("a", name) attribute · ("f", index) flattened child
+# ("k", key) dict key · ("t", json) dict key that is a tuple · ("i", index) sequence ·
+# ("a", name) attribute · ("f", index) flattened child
 PathKey = tuple[str, str | int]
 Path = tuple[PathKey, ...]
 
@@ -44,7 +45,8 @@ class Leaf(msgspec.Struct, frozen=True, array_like=True):
     `kind` is "array" (a jax.Array), "key" (a typed PRNG key; `impl` names it, `shape` is that of
     the key array, the stored box has one more dimension), "numpy" (a numpy.ndarray) or "literal"
     (a Python or NumPy scalar, str or bytes: `literal` holds its encoded value and there are no
-    bytes in any segment). `dtype` is the canonical dtype name of the stored elements.
+    bytes in any segment). `dtype` is the canonical dtype name of the stored elements. Behind all of
+    these may come nodes of kind "empty", which are in no target and in no segment.
     """
 
     path: Path

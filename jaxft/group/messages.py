@@ -44,9 +44,9 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True):
     `state` is "empty"; "writing" (granted: its bytes mean nothing); "staged" (the segment and its
     manifest are whole); "coded" (the whole share: all parity fragments and the group's manifests
     too). `host` is the place of the share's host in `world`, `plan` the digest of the plan of the
-    whole snapshot: shares of different plans or steps do not belong together. Layout of a slot: the segment at 0,
-    then the manifest blob `own`, then the parity fragments at `parity`, then the blob `group`
-    (the other members' manifests and the parity's checksums).
+    whole snapshot: shares of different plans or steps do not belong together. Layout of a slot:
+    the segment at 0, then the manifest blob `own`, then the parity fragments at `parity`, then the
+    blob `group` (the other members' manifests and the parity's checksums).
     """
 
     state: str = "empty"
@@ -82,12 +82,27 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     persist: bool = False
 
 
+class PersistOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """The root's word on persist `number`: helpers are wanted while `wanted`; `id` is what they
+    write, once it is decided; `pinned` until every helper has its copy; `result` "" while it goes
+    on, then "written" or why not."""
+
+    number: int
+    wanted: bool
+    id: SnapshotId | None = None
+    step: int = 0
+    coordinator: str = ""
+    pinned: bool = False
+    result: str = ""
+
+
 class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     """All that a host must know after its SMP died and was given its memory back.
 
     `boots` counts the starts of the SMP on this memory. `generation` is the newest generation
-    entered and `nonce` its nonce; `outcome` is the newest outcome known of it, `interval` the
-    interval from its snapshot 0 to 1. `committed` is the newest snapshot this host ever knew to be
+    entered and `nonce` its nonce; `outcome` is the newest outcome known of it and `before` the one
+    before that (a rank that was not connected may need both), `interval` the interval from its
+    snapshot 0 to 1, `persist` the newest order known of it. `committed` is the newest snapshot this host ever knew to be
     committed. The last `lineage` record is of `generation` once that generation has settled; it is
     written before the first grant.
     """
@@ -99,7 +114,9 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     lineage: tuple[Lineage, ...] = ()
     slots: tuple[Slot, Slot] = (Slot(), Slot())
     outcome: Outcome | None = None
+    before: Outcome | None = None
     interval: int = 1
+    persist: PersistOrder | None = None
     committed: SnapshotId | None = None
 
     @property
@@ -233,20 +250,6 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     outcome_seq: int = -1
     report: Report | None = None
     persist: PersistState | None = None
-
-
-class PersistOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """The root's word on persist `number`: helpers are wanted while `wanted`; `id` is what they
-    write, once it is decided; `pinned` until every helper has its copy; `result` "" while it goes
-    on, then "written" or why not."""
-
-    number: int
-    wanted: bool
-    id: SnapshotId | None = None
-    step: int = 0
-    coordinator: str = ""
-    pinned: bool = False
-    result: str = ""
 
 
 class Directive(msgspec.Struct, frozen=True, kw_only=True, tag="directive"):

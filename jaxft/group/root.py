@@ -65,8 +65,8 @@ class Root:
         self._announced = ""
         self._sent_s = float("-inf")
         self._persist_number = ledger.boots * 1000
-        self._persist_started_s = 0.0
-        self._persist_from_step: int | None = None
+        self._persist_started_s = now_s
+        self._persist_from_step = None if ledger.persist is None else ledger.persist.step
         settled = ledger.settled
         self.directive = Directive(
             version=ledger.boots << 32,
@@ -74,6 +74,7 @@ class Root:
             base=ledger.lineage[-1].base if settled else None,
             interval=ledger.interval,
             outcome=ledger.outcome,
+            persist=_order_of(ledger),
         )
 
     # -------------------------------------------------------------------- what happens
@@ -144,6 +145,10 @@ class Root:
         plan = self.directive.plan
         if plan is None:
             return self._plan(now_s)
+        needed = {address for _, address in plan.shares}
+        holders = tuple(m for m in self.generation.holders if m.address in needed)
+        for host, silence_s in self._silent(holders, now_s).items():
+            return self._fault(host, f"it holds what is restored and is silent for {silence_s:.1f} s")
         return self._judge(plan, now_s)
 
     def _plan(self, now_s: float) -> list[e.Effect]:
@@ -153,7 +158,7 @@ class Root:
             return []
         if self._complete_s is None:
             self._complete_s = now_s
-        plan = self._choose()
+        plan = self._choose(self._attempt + 1)
         older = plan.newest_known is not None and (
             plan.base is None or plan.base < plan.newest_known
         )
@@ -166,6 +171,7 @@ class Root:
                 "rejoin_s": self.timing.rejoin_s,
             }
             return [e.Announce("waiting_for_memory", detail)]
+        self._attempt = plan.attempt
         return self._announce_plan(plan) + self._direct(
             now_s, plan=plan, interval=interval_steps(first.options, {})
         )
@@ -187,8 +193,7 @@ class Root:
         status = self.statuses.get(host)
         return status is not None and status.frozen and status.ledger is not None
 
-    def _choose(self) -> Plan:
-        self._attempt += 1
+    def _choose(self, attempt: int) -> Plan:
         holders = []
         for member in (*self.generation.hosts, *self.generation.holders):
             status = self.statuses.get(member.host)
@@ -199,7 +204,7 @@ class Root:
         listed = (first.options.storage if first.options is not None else None) or ()
         return choose(
             holders,
-            attempt=self._attempt,
+            attempt=attempt,
             storage=[entry for entry in listed if entry not in self.bad_storage],
             damages=self.damages,
             fresh=self.generation.fresh,
@@ -260,7 +265,8 @@ class Root:
     def _plan_again(self, plan: Plan, why: str, now_s: float) -> list[e.Effect]:
         if self._attempt - self._boots * 1000 >= ATTEMPTS_MAX:
             return self._fault(self.generation.hosts[0].host, f"{ATTEMPTS_MAX} plans failed: {why}")
-        again = self._choose()
+        again = self._choose(self._attempt + 1)
+        self._attempt = again.attempt
         detail = {"snapshot": str(plan.base), "reason": why}
         return [
             e.Announce("plan_failed", detail),
@@ -390,3 +396,13 @@ class Root:
         kind = "persisted" if result == "written" else "persist_failed"
         detail: dict[str, str | int | float] = {"step": order.step, "result": result}
         return [e.Announce(kind, detail), *self._direct(now_s, persist=ended)]
+
+
+def _order_of(ledger: Ledger) -> PersistOrder | None:
+    """The newest persist order, as a root finds it that was started again. The outcome that says
+    what is persisted is written before the order that names it."""
+    order, outcome = ledger.persist, ledger.outcome
+    if order is None or order.id is not None or outcome is None or not outcome.persist:
+        return order
+    identity = SnapshotId(ledger.generation, outcome.seq, ledger.nonce)
+    return msgspec.structs.replace(order, id=identity, step=outcome.step, pinned=True)

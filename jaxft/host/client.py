@@ -65,6 +65,7 @@ class SmpClient:
         self.manifests: dict[str, p.ManifestsTold] = {}
         self.fetched: dict[int, tuple[p.Fetched, Arena | None]] = {}
         self.persist: PersistOrder | None = None
+        self.persist_told: p.PersistTold | None = None
         self.listeners: list[Callable[[p.ServerMessage], None]] = []
         self.failure: JaxftError | None = None
         self._open: dict[str, p.ClientMessage] = {}
@@ -127,6 +128,8 @@ class SmpClient:
         return arena
 
     def close(self) -> None:
+        """Ends the connection. No thread of the caller may write into a slot any more."""
+        self.say(p.Bye())
         with self._changed:
             self._closing = True
             self._channel.close()
@@ -238,7 +241,7 @@ class SmpClient:
                     arena = Arena.adopt(fds[0]) if fds else None
                     self.fetched[message.number] = (message, arena)
                 case p.PersistTold():
-                    self.persist = message.order
+                    self.persist, self.persist_told = message.order, message
                 case p.Refused():
                     self.failure = ProtocolError(f"the snapshot process: {message.reason}")
                     self._closing = True

@@ -99,6 +99,11 @@ class Clients:
             with contextlib.suppress(ProcessLookupError):
                 self._writers[pid] = os.pidfd_open(pid)
 
+    def forget_writer(self, pid: int) -> None:
+        """It said itself that it writes no more."""
+        if pid in self._writers:
+            os.close(self._writers.pop(pid))
+
     def living_writers(self) -> list[int]:
         """The processes that may still write; those that are dead are forgotten."""
         if not self._writers:

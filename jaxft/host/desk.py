@@ -91,7 +91,7 @@ class Desk:
         else:
             order = self.driver.core.keeper.directive.persist
             if order is not None:
-                client.tell(p.PersistTold(order=order))
+                client.tell(self.driver.persist_message(order))
 
     def _belongs(self, client: Client, hello: p.Hello) -> bool:
         """Whether its generation is the one entered; a later one is waited for."""
@@ -128,6 +128,7 @@ class Desk:
             slot_sizes=(sizes[0], sizes[1]),
             newest=max(held, default=None),
             options=next(iter(driver.core.keeper.options.values()), None),
+            code=driver.group_code(),
         )
 
     # -------------------------------------------------------------------- what it wants
@@ -152,6 +153,8 @@ class Desk:
                 happen(e.RankRestored(rank, message.attempt, message.how))
             case p.RestoreFailed():
                 happen(e.RankFailed(rank, message.attempt, message.reason, message.damaged))
+            case p.Bye():
+                self.clients.forget_writer(client.channel.peer_pid)
             case p.Reserve():
                 client.tell(p.Reserved(error=self.driver.reserve(message.nbytes)))
             case p.WantSlot():

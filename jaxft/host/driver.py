@@ -19,7 +19,16 @@ from jaxft.faults import reach
 from jaxft.group import events as e
 from jaxft.group.host import HostCore
 from jaxft.group.manifest import Leaf, Manifest, SnapshotId
-from jaxft.group.messages import Damage, Envelope, Ledger, ManifestNotice, Plan, Segment, Slot
+from jaxft.group.messages import (
+    Damage,
+    Envelope,
+    Ledger,
+    ManifestNotice,
+    PersistOrder,
+    Plan,
+    Segment,
+    Slot,
+)
 from jaxft.group.root import Timing
 from jaxft.group.world import World
 from jaxft.host import protocol as p
@@ -230,6 +239,14 @@ class Driver:
         parity = -(-segment_bytes * group.parity // group.data)
         return segment_bytes + parity + len(group.hosts) * (segment_bytes // 1024 + (1 << 18))
 
+    def group_code(self) -> str:
+        """ "K+M" of this host's group, which may have less parity than the job's code."""
+        generation, index = self.core.keeper.generation, self.core.keeper.index
+        if generation is None or index is None:
+            return ""
+        group = generation.group_of(index)
+        return f"{group.data}+{group.parity}"
+
     def reserve(self, nbytes: int) -> str:
         """Is there memory for two slots with segments of this size? Returns what is wrong."""
         wanted = self.slot_bytes(nbytes)
@@ -369,12 +386,18 @@ class Driver:
         self.clients.tell(self.plan_message(effect.plan), "rank")
 
     def plan_message(self, plan: Plan) -> p.PlanTold:
-        own = None
-        if plan.chosen is not None:
-            number = self.core.keeper.slot_of(plan.chosen)
-            if number is not None and self.ledger.slots[number].readable:
-                own = (number, self.ledger.slots[number].host)
-        return p.PlanTold(plan=plan, own=own)
+        return p.PlanTold(plan=plan, own=self._own_share(plan.chosen))
+
+    def persist_message(self, order: PersistOrder) -> p.PersistTold:
+        own = self._own_share(order.id)
+        return p.PersistTold(order=order, own=own, lineage=self.ledger.lineage)
+
+    def _own_share(self, identity: SnapshotId | None) -> tuple[int, int] | None:
+        """(slot, place in the snapshot's world) of what this host holds of it."""
+        number = None if identity is None else self.core.keeper.slot_of(identity)
+        if number is None or not self.ledger.slots[number].readable:
+            return None
+        return number, self.ledger.slots[number].host
 
     def recall_for(self, identity: SnapshotId) -> Recall:
         """Reads snapshot `identity`: the plan's, or one of this generation (for a persist)."""
@@ -415,7 +438,7 @@ class Driver:
         self.clients.tell(p.OutcomeTold(outcome=effect.outcome), "rank")
 
     def _tell_persist(self, effect: e.TellPersist) -> None:
-        self.clients.tell(p.PersistTold(order=effect.order), "agent", "rank", "helper")
+        self.clients.tell(self.persist_message(effect.order), "agent", "rank", "helper")
 
     def _declare_fault(self, effect: e.DeclareFault) -> None:
         _log.error("host %s: %s", effect.host, effect.reason)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import msgspec
 
 from jaxft.group.manifest import Part, SnapshotId
-from jaxft.group.messages import Damage, Outcome, PersistOrder, Plan, RankOptions
+from jaxft.group.messages import Damage, Lineage, Outcome, PersistOrder, Plan, RankOptions
 from jaxft.group.world import Generation
 
 # ------------------------------------------------------------------------------ client -> SMP
@@ -37,6 +37,10 @@ class Enter(msgspec.Struct, frozen=True, kw_only=True, tag="enter"):
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """Agent: end, and let the memory go."""
+
+
+class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
+    """Rank: no thread of mine writes into a slot any more. My process may live on."""
 
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):
@@ -129,6 +133,7 @@ ClientMessage = (
     Hello
     | Enter
     | Stop
+    | Bye
     | Restored
     | RestoreFailed
     | Fetch
@@ -147,7 +152,8 @@ ClientMessage = (
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     """`fds` names the descriptors that come with it: "ledger", "slot0", "slot1". `address` is where
-    peers reach this SMP, `newest` the newest snapshot it holds, `options` what its ranks want."""
+    peers reach this SMP, `newest` the newest snapshot it holds, `options` what its ranks want,
+    `code` what its group has in this generation ("K+M"; "" before the first one)."""
 
     host: str
     pid: int
@@ -158,6 +164,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     slot_sizes: tuple[int, int]
     newest: SnapshotId | None = None
     options: RankOptions | None = None
+    code: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -227,7 +234,12 @@ class OutcomeTold(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
 
 
 class PersistTold(msgspec.Struct, frozen=True, kw_only=True, tag="persist"):
+    """The root's word on a persist. `own` is (slot, place in the world) of this host's share of
+    `order.id`, or None; `lineage` goes into the checkpoint."""
+
     order: PersistOrder
+    own: tuple[int, int] | None = None
+    lineage: tuple[Lineage, ...] = ()
 
 
 class FaultTold(msgspec.Struct, frozen=True, kw_only=True, tag="fault"):

@@ -224,7 +224,7 @@ class Agent:
     def _register(self) -> None:
         """Writes this host's record as it is now."""
         welcome, options = self._smp.welcome, self.options
-        if welcome is None or self._registration is None:
+        if welcome is None or self._registration is None or self._watcher is None:
             return
         self._registration.put(
             HostRecord(
@@ -241,6 +241,8 @@ class Agent:
                 fresh=options.fresh,
             )
         )
+        with contextlib.suppress(StoreError):
+            self._watcher.refresh()
 
     def _announced(self, kind: str, detail: dict[str, str | int | float]) -> None:
         number = self._entered

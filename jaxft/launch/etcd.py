@@ -51,7 +51,7 @@ class EtcdStore:
     def __init__(self, endpoints: Sequence[tuple[str, int]], *, job: str) -> None:
         self._namespace = f"/jaxft/{quote(job, safe='')}/"
         self._gateway = _Gateway(endpoints)
-        self._seen: int | None = None  # the cluster's revision at the last read
+        self._seen = _Seen()
         try:
             self._gateway.ask("/kv/range", {**self._range(""), "count_only": True})
         except BaseException:
@@ -60,7 +60,7 @@ class EtcdStore:
 
     def read(self, prefix: str = "") -> dict[str, Entry]:
         answer = self._gateway.ask("/kv/range", self._range(prefix))
-        self._seen = int(answer["header"]["revision"])
+        self._seen.revision = int(answer["header"]["revision"])
         entries: dict[str, Entry] = {}
         for item in answer.get("kvs", ()):
             key = b64decode(item["key"]).decode()[len(self._namespace) :]
@@ -93,9 +93,10 @@ class EtcdStore:
         return self._transaction(compare, success)
 
     def changed(self, timeout_s: float) -> bool:
-        if self._seen is None:
+        seen = self._seen.revision
+        if seen is None:
             return True
-        return self._gateway.watch({**self._range(""), "start_revision": self._seen + 1}, timeout_s)
+        return self._gateway.watch({**self._range(""), "start_revision": seen + 1}, timeout_s)
 
     def lease(self, key: str, value: bytes, ttl_s: float) -> EtcdLease:
         assert ttl_s > 0
@@ -168,12 +169,18 @@ class EtcdLease:
         self._store._release(self.number)
 
 
+class _Seen(threading.local):
+    """What a thread knows: the cluster's revision at its last read."""
+
+    revision: int | None = None
+
+
 class _LeaseGone(StoreError):
     """etcd knows no lease with this number (any more)."""
 
 
 class _Gateway:
-    """Requests to whichever endpoint answers; one at a time, save for `watch`."""
+    """Requests to whichever endpoint answers; one at a time, but for `watch`."""
 
     def __init__(self, endpoints: Sequence[tuple[str, int]]) -> None:
         self._clients = [

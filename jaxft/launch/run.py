@@ -32,6 +32,7 @@ def run_agent(options: RunOptions) -> int:
     use. 3: the world could not be formed, or could not go on. 128 + n: ended by signal n.
     """
     console = Console(options.host, quiet=options.quiet)
+
     def run() -> JobEnd:
         make_private(config.run_dir() / options.job)
         try:

@@ -94,8 +94,7 @@ class SqliteStore:
         self._job = job
         self._observer = LeaseObserver()
         self._look_s = 0.0  # when the leases have to be looked at again, monotonic
-        self._seen: int | None = None  # the store's revision at the last read
-        self._data_version: int | None = None  # at which the revision was still `_seen`
+        self._seen = _Seen()
         # Held for a read or a write: SQLite's own deadline bounds these.
         self._lock = threading.RLock()
         self._refuse_network(_mount_table() if mounts is None else mounts)
@@ -120,7 +119,7 @@ class SqliteStore:
                 with self._transaction("IMMEDIATE"):
                     self._expire({key: pulses[key] for key in dead})
                     entries, pulses, revision = self._snapshot()
-            self._seen = revision
+            self._seen.revision = revision
             # Soon enough that the next look is not the observer's "late tick".
             shortest_s = min((pulse.ttl_s for pulse in pulses.values()), default=float("inf"))
             self._look_s = now_s + shortest_s / 4
@@ -330,12 +329,13 @@ class SqliteStore:
         """Whether the revision is another than at the last read; cheap when nobody wrote."""
         with self._lock, _mapped_errors(self.path):
             self._check_same_file()
-            (data_version,) = self._connection.execute("PRAGMA data_version").fetchone()
-            if data_version == self._data_version:
+            (others,) = self._connection.execute("PRAGMA data_version").fetchone()
+            writes = (others, self._connection.total_changes)
+            if writes == self._seen.writes:
                 return False
-            if self._revision() != self._seen:
+            if self._revision() != self._seen.revision:
                 return True
-            self._data_version = data_version
+            self._seen.writes = writes
             return False
 
     # What a lease does with its row, if the row still is its own
@@ -385,6 +385,17 @@ class SqliteLease:
 
     def release(self) -> None:
         self._store._drop(self.key, self._owner)
+
+
+class _Seen(threading.local):
+    """What a thread knows: what one has read, another has not.
+
+    `revision` is the store's at the thread's last read; `writes` counts those of other connections
+    and of this one, up to which the revision was still the same.
+    """
+
+    revision: int | None = None
+    writes: tuple[int, int] | None = None
 
 
 class _Locked(StoreError):

@@ -94,9 +94,9 @@ class Store(Protocol):
         ...
 
     def changed(self, timeout_s: float) -> bool:
-        """Waits, at most `timeout_s`, until the job's keys may differ from the last `read`.
+        """Waits, at most `timeout_s`, until the keys may differ from this thread's last `read`.
 
-        True may be a false alarm, own writes count too, and False may mean that the store did not
+        Own writes count too. True may be a false alarm, and False may mean that the store did not
         answer. Agents that loop over this and read whenever it is True see dead leases in time.
         """
         ...

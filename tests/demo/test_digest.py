@@ -28,7 +28,7 @@ def _content() -> model.State:
         values = rng.integers(0, 256, (*shape.shape, shape.dtype.itemsize), dtype=np.uint8)
         return values.view(shape.dtype).reshape(shape.shape)
 
-    return jax.tree.map(leaf, jax.eval_shape(lambda: model.init(0)))
+    return jax.tree.map(leaf, model.abstract(_mesh(1, 1)))
 
 
 def _on(mesh: Mesh, content: model.State) -> model.State:

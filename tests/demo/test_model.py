@@ -22,14 +22,14 @@ def _copies(leaf: jax.ShapeDtypeStruct) -> int:
 
 
 def test_parameters_and_moments_are_partly_replicated_and_partly_sharded() -> None:
-    like = model.abstract(_mesh(4), seed=0)
+    like = model.abstract(_mesh(4))
     assert {_copies(leaf) for leaf in jax.tree.leaves(like.params)} == {4, 8}
     assert {_copies(leaf) for leaf in jax.tree.leaves(like.optimizer)} == {1, 2, 8}
 
 
 def test_any_world_has_a_layout() -> None:
     for width in (1, 2, 3, 4):
-        like = model.abstract(_mesh(width), seed=0)
+        like = model.abstract(_mesh(width))
         for leaf in jax.tree.leaves(like):
             leaf.sharding.shard_shape(leaf.shape)
         assert model.fit(_mesh(width), (24, 5), "data").shard_shape((24, 5)) == (24 // width, 5)
@@ -37,8 +37,8 @@ def test_any_world_has_a_layout() -> None:
 
 
 def test_a_few_steps_learn_something() -> None:
-    like = model.abstract(_mesh(2), seed=0)
-    state, step = model.compiled_init(like, 0), model.compiled_step(like)
+    like = model.abstract(_mesh(2))
+    state, step = model.first_state(like, 0), model.compiled_step(like)
     text = data.load_text(50_000)
     losses = []
     for number in range(1, 9):

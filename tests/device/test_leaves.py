@@ -55,12 +55,12 @@ def every_pattern(name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("staging", STAGINGS)
 def test_every_dtype_keeps_its_bits_case_9(staging: Staging) -> None:
-    mesh = mesh_of(4, 2)
+    mesh = Mesh(np.array(jax.devices()[:2]), ("a",))  # each more would compile all of it again
     tree = {}
     for name in DTYPES:
         host = every_pattern(name)
         tree[name] = {
-            "rows": jax.device_put(host.reshape(16, -1), NamedSharding(mesh, P("a", "b"))),
+            "rows": jax.device_put(host.reshape(16, -1), NamedSharding(mesh, P(None, "a"))),
             "copies": jax.device_put(np.tile(host, 4), NamedSharding(mesh, P())),
             "alone": jax.device_put(host),
         }

@@ -189,8 +189,9 @@ def test_a_change_by_another_process_is_noticed_at_once(site: Site) -> None:
         writer = spawn.Process(target=write_after_a_line, args=(site.url, site.job, there))
         writer.start()
         assert here.recv(4) == b"open"
-        store.read()
         with ThreadPoolExecutor(1) as pool:
+            pool.submit(store.read).result()
+            assert not pool.submit(store.changed, 0.1).result()
             waiting = pool.submit(lambda: (store.changed(WAIT_S), time.monotonic()))
             here.sendall(b"!")
             changed, noticed_s = waiting.result()
@@ -215,6 +216,28 @@ def test_changed_is_true_before_the_first_read_and_until_the_next(site: Site) ->
     store.read()
     other.commit({}, {}, ["a"])
     assert store.changed(WAIT_S)
+
+
+def test_changed_counts_own_writes(site: Site) -> None:
+    store = site.open()
+    store.read()
+    store.commit({}, {"a": b""})
+    assert store.changed(WAIT_S)
+    store.read()
+    store.lease("hosts/a", b"", 60.0)
+    assert store.changed(WAIT_S)
+
+
+def test_what_one_thread_has_read_another_has_not(site: Site) -> None:
+    store = site.open()
+    store.read()
+    assert not store.changed(0.1)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(store.changed, 0.1).result()
+        store.commit({}, {"a": b""})
+        assert set(pool.submit(store.read).result()) == {"a"}
+        assert not pool.submit(store.changed, 0.1).result()
+        assert store.changed(0.1)
 
 
 def test_changed_waits_no_longer_than_told(site: Site) -> None:
@@ -345,8 +368,8 @@ def test_a_lease_takes_its_key_over(site: Site) -> None:
 def test_a_lease_is_renewed_from_a_second_thread_while_the_first_waits(site: Site) -> None:
     store = site.open()
     lease = store.lease("hosts/a", b"", 60.0)
-    store.read()
     with ThreadPoolExecutor(1) as pool:
+        pool.submit(store.read).result()
         waiting = pool.submit(store.changed, 1.0)
         began_s = time.monotonic()
         for _ in range(5):

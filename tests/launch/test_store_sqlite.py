@@ -132,8 +132,19 @@ def test_a_lease_that_one_reader_expires_wakes_the_others(path: Path, store: Sto
     judge._observer = Verdict()
     assert judge.read() == {}
     assert store.changed(5.0)
-    assert store.read() == {}
     judge.close()
+
+
+def test_a_lease_that_one_thread_expires_wakes_the_others(path: Path) -> None:
+    store = SqliteStore(path, job="job")
+    store.lease("hosts/a", b"", 60.0)
+    store.read()
+    assert not store.changed(0.0)
+    store._observer = Verdict()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(store.read).result() == {}
+    assert store.changed(5.0)
+    store.close()
 
 
 def test_a_reader_that_paused_expires_nobody(path: Path, store: Store) -> None:

@@ -22,6 +22,7 @@ from tests.sim.checker import Checker
 from tests.sim.machine import Machine
 from tests.sim.oracle import Oracle
 from tests.sim.rank import Job, Rank, State
+from tests.sim.story import brief
 
 LOCAL_S = 0.001
 TICK_S = 0.25
@@ -113,7 +114,7 @@ class Simulator:
 
     def story(self, last: int = 400) -> str:
         """The last events, one a line."""
-        return "\n".join(f"{at:8.3f} {who:3} {what}" for at, who, what in self.trace[-last:])
+        return "\n".join(f"{at:8.3f} {who:3} {brief(what)}" for at, who, what in self.trace[-last:])
 
     # ------------------------------------------------------------------ delays
 

@@ -122,7 +122,7 @@ class Smp:
             case e.Grant():
                 self._grant(effect)
             case e.Seal():
-                Sealing(self, effect)
+                self._seal(effect)
             case e.Code():
                 Coding(self, effect)
             case e.StopCoding(identity):
@@ -169,6 +169,24 @@ class Smp:
             self.sim.at(LOCAL_S, self.deliver, e.GrantFailed(grant.id, "no memory"))
             return
         Granting(self, grant)
+
+    def _seal(self, order: e.Seal) -> None:
+        """Writes the manifest of the parts into the slot, at once."""
+        generation = self.memory.ledger.generation
+        self.sim.checker.on_write(self.machine, order.slot, order.id, "manifest", generation)
+        length = 64 * len(order.parts)
+        self.memory.slots[order.slot].manifest = Manifest(
+            id=order.id,
+            step=order.step,
+            host=order.host,
+            world=self.memory.ledger.slots[order.slot].world,
+            plan=order.plan,
+            leaves=(),
+            parts=order.parts,
+            length=length,
+            lanes=((0, length),),
+        )
+        self.sim.at(LOCAL_S, self.deliver, e.SegmentSealed(order.id, length, Blob(length, 8, 1)))
 
     def try_frozen(self) -> None:
         """Frozen once nothing of the old generation can write any more."""
@@ -249,31 +267,6 @@ class Granting(Work):
             for rank in self.smp.ranks():
                 rank.hear(self.order)
         self.smp.try_frozen()
-
-
-class Sealing(Work):
-    """Writes the manifest of the parts into the slot."""
-
-    def __init__(self, smp: Smp, order: e.Seal) -> None:
-        self.order = order
-        super().__init__(smp)
-
-    def step(self) -> None:
-        order = self.order
-        self.write(order.slot, order.id, "manifest")
-        record = self.smp.memory.ledger.slots[order.slot]
-        self.smp.memory.slots[order.slot].manifest = Manifest(
-            id=order.id,
-            step=order.step,
-            host=order.host,
-            world=record.world,
-            plan=order.plan,
-            leaves=(),
-            parts=order.parts,
-            length=64 * len(order.parts),
-            lanes=((0, 64 * len(order.parts)),),
-        )
-        self.end(e.SegmentSealed(order.id, 64 * len(order.parts), Blob(64, 8, 1)))
 
 
 class Coding(Work):

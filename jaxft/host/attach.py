@@ -1,0 +1,139 @@
+"""A process that nobody launched gets its place: one rank, alone on its host.
+
+`Snapshotter` in a plain script or notebook attaches to the host's *keeper of one*
+(`jaxft.launch.solo`), which is started if it is not there, detached. It keeps the SMP and its
+memory over the script's crashes and restarts, gives each script that comes a generation of its own,
+and ends with the SMP when a script has finished, or after a while without one.
+
+The script keeps the connection for as long as it lives; a second one at the same time is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from jaxft import config
+from jaxft.errors import JobInUse, LaunchError, PeerUnreachable, ProtocolError, WireError
+from jaxft.host.local import LocalChannel, connect
+
+HOST = "alone"
+SOCKET = "solo.sock"
+START_S = 30.0
+
+
+class Attach(msgspec.Struct, frozen=True, kw_only=True, tag="attach"):
+    """Script: I want to be the rank of this job."""
+
+
+class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
+    """Script: the job is done, the memory may go."""
+
+
+class Seated(msgspec.Struct, frozen=True, kw_only=True, tag="seated"):
+    """You are the rank; this is where you stand."""
+
+    env: config.RankEnv
+
+
+class Occupied(msgspec.Struct, frozen=True, kw_only=True, tag="occupied"):
+    """Process `pid` is the rank of this job already."""
+
+    pid: int
+
+
+ScriptMessage = Attach | Finished
+SoloMessage = Seated | Occupied
+
+
+def encode(message: ScriptMessage | SoloMessage) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+class Seat:
+    """A rank's place. `finish` says that the job is done; `leave` only lets go of the place."""
+
+    def __init__(self, env: config.RankEnv, channel: LocalChannel | None = None) -> None:
+        self.env = env
+        self._channel = channel
+
+    def finish(self) -> None:
+        if self._channel is not None:
+            with contextlib.suppress(WireError):
+                self._channel.send(encode(Finished()))
+        self.leave()
+
+    def leave(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+
+def default_job() -> str:
+    """The name of a script's job: its file name, and where it lies."""
+    script = Path(sys.argv[0] or "notebook").resolve()
+    stem = re.sub(r"[^A-Za-z0-9._-]", "-", script.stem).lstrip("._-")[:24] or "script"
+    return f"{stem}-{hashlib.sha256(str(script).encode()).hexdigest()[:8]}"
+
+
+def attach(job: str | None) -> Seat:
+    """The place of this process in job `job` (None: named after the script).
+
+    Raises:
+        JobInUse: another process has it, or `jaxft run` runs the job here.
+        LaunchError: the keeper could not be started; says where its log is.
+    """
+    name = default_job() if job is None else config.check_name("job", job)
+    directory = config.host_dir(config.run_dir().absolute(), name, HOST)
+    deadline_s = time.monotonic() + START_S
+    started: subprocess.Popen[bytes] | None = None
+    while time.monotonic() < deadline_s:
+        try:
+            return _ask(connect(directory / SOCKET, 0.0))
+        except (PeerUnreachable, ProtocolError):
+            if started is None:
+                started = _start(name, directory)
+            elif started.poll() is not None:
+                break
+            time.sleep(0.02)
+    raise LaunchError(
+        f"job {name}: the keeper of its snapshots did not start within {START_S:g} s; see "
+        f"{directory / 'logs' / 'solo.log'}"
+    )
+
+
+def _ask(channel: LocalChannel) -> Seat:
+    channel.send(encode(Attach()))
+    received = channel.receive(START_S)
+    if received is None:
+        channel.close()
+        raise ProtocolError("the keeper does not answer")
+    message = msgspec.msgpack.decode(received.payload, type=SoloMessage)
+    if isinstance(message, Occupied):
+        channel.close()
+        raise JobInUse(
+            f"process {message.pid} runs this job already: wait for it to end, stop it, or give "
+            "this script another name with Snapshotter(job=...)"
+        )
+    return Seat(message.env, channel)
+
+
+def _start(job: str, directory: Path) -> subprocess.Popen[bytes]:
+    """Starts the keeper, in a session of its own."""
+    (directory / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+    with (directory / "logs" / "solo.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "jaxft.launch.solo", "--job", job],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={key: value for key, value in os.environ.items() if key != "JAXFT_FAULTS"},
+        )

@@ -1,0 +1,229 @@
+"""The keeper of one: `python -m jaxft.launch.solo`, for a script that nobody launched.
+
+It is the agent of a world of one host whose rank it did not start: it keeps the SMP, gives every
+script that attaches (see `host.attach`) a generation of its own, and starts persist helpers. When
+the script says that it has finished, the SMP and its memory go; when it dies, they wait `orphan_s`
+for the next one. No store is needed: the generation's number is in the SMP's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import secrets
+import select
+import signal
+import sys
+import time
+
+import msgspec
+
+from jaxft import config
+from jaxft.errors import JaxftError, JobInUse, WireError
+from jaxft.group.messages import PersistOrder
+from jaxft.group.placement import form_groups
+from jaxft.group.world import Code, Generation, Member
+from jaxft.host import attach, protocol
+from jaxft.host.local import LocalChannel, LocalListener
+from jaxft.launch.hostdir import Lock, remove
+from jaxft.launch.options import RunOptions
+from jaxft.launch.ranks import PersistHelper
+from jaxft.launch.smp_process import SnapshotProcess, Up
+
+TICK_S = 0.1
+ORPHAN_S = 600.0
+
+
+class Solo:
+    """One host, one job, one script at a time.
+
+    Raises:
+        JobInUse: this job is run here by somebody else.
+    """
+
+    def __init__(self, job: str, orphan_s: float) -> None:
+        self.options = RunOptions(
+            job=job,
+            host=attach.HOST,
+            command=("attached",),
+            store="",
+            orphan_s=orphan_s,
+            log_dir=None,
+        )
+        self.directory = self.options.directory().absolute()
+        self.options.logs().mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = Lock(self.directory / "lock", f"job {job} on this host")
+        self._listener = LocalListener(self.directory / attach.SOCKET)
+        log = self.options.logs() / "smp.log"
+        self._smp = SnapshotProcess(self.options, self.directory, log, _say)
+        self._identity = secrets.token_hex(8)
+        self._number = 0
+        self._generation: Generation | None = None
+        self._script: LocalChannel | None = None
+        self._asking: list[LocalChannel] = []
+        self._helper: PersistHelper | None = None
+        self._order: PersistOrder | None = None
+        self._finished = False
+        self._left_s = time.monotonic()
+
+    def run(self) -> None:
+        """Serves scripts until one has finished or none has come for `orphan_s`."""
+        self._smp.begin()
+        try:
+            while not self._over():
+                self._wait()
+                for happening in self._smp.poll():
+                    self._smp_happened(happening)
+                self._serve()
+                self._mind_helper()
+        finally:
+            self._shut_down()
+
+    def _over(self) -> bool:
+        alone_s = time.monotonic() - self._left_s
+        return self._finished or (self._script is None and alone_s > self.options.orphan_s)
+
+    def _wait(self) -> None:
+        poller = select.poll()
+        channels = [*self._asking, *([self._script] if self._script is not None else [])]
+        for fd in (self._listener.fileno(), *self._smp.fds(), *(c.fileno() for c in channels)):
+            if fd >= 0:
+                poller.register(fd, select.POLLIN)
+        poller.poll(TICK_S * 1000)
+
+    def _shut_down(self) -> None:
+        if self._helper is not None:
+            self._helper.kill()
+        self._listener.close()
+        if self._script is not None:
+            self._script.close()
+        self._smp.stop()
+        remove(self.directory, self._lock, keep_logs=not self._finished)
+
+    # -------------------------------------------------------------------- the SMP
+
+    def _smp_happened(self, happening: object) -> None:
+        match happening:
+            case Up(welcome, _):
+                self._number = max(self._number, welcome.generation)
+                if self._generation is not None:
+                    self._smp.enter(self._generation)
+            case protocol.PersistTold(order=order):
+                self._persist(order)
+            case protocol.FaultTold(reason=reason):
+                _say(f"the world of one cannot go on: {reason}")
+            case protocol.Announced(kind=kind, detail=detail):
+                _say(f"{kind} {detail}")
+            case _:
+                pass
+
+    def _persist(self, order: PersistOrder) -> None:
+        known = self._order.number if self._order is not None else 0
+        self._order = order
+        if self._helper is not None and (order.result or not order.wanted):
+            self._helper.kill()
+            self._helper = None
+        elif order.wanted and order.number > known and self._generation is not None:
+            self._helper = PersistHelper(
+                self.options, self._generation, 0, self._smp.socket, order.number
+            )
+
+    def _mind_helper(self) -> None:
+        failure = self._helper.failure() if self._helper is not None else None
+        if self._helper is None or failure is None:
+            return
+        if failure:
+            state = protocol.HelperState(number=self._helper.number, state="failed", detail=failure)
+            self._smp.send(state)
+        self._helper = None
+
+    # -------------------------------------------------------------------- scripts
+
+    def _serve(self) -> None:
+        channel = self._listener.accept()
+        if channel is not None:
+            self._asking.append(channel)
+        if self._script is not None:
+            self._listen_to_script(self._script)
+        for asking in list(self._asking):
+            self._answer(asking)
+
+    def _listen_to_script(self, script: LocalChannel) -> None:
+        with contextlib.suppress(WireError):
+            for payload, _ in script.drain():
+                message = msgspec.msgpack.decode(payload, type=attach.ScriptMessage)
+                self._finished = self._finished or isinstance(message, attach.Finished)
+        if script.ended:
+            script.close()
+            self._script, self._left_s = None, time.monotonic()
+
+    def _answer(self, asking: LocalChannel) -> None:
+        """Seats a script, or tells it who sits there."""
+        if asking.ended:
+            self._asking.remove(asking)
+            return
+        if self._script is not None:
+            with contextlib.suppress(WireError):
+                asking.send(attach.encode(attach.Occupied(pid=self._script.peer_pid)))
+            asking.close()
+            self._asking.remove(asking)
+            return
+        welcome = self._smp.welcome
+        if welcome is None:
+            return
+        self._asking.remove(asking)
+        self._script = asking
+        self._generation = self._next_generation(welcome)
+        self._smp.enter(self._generation)
+        env = config.RankEnv(
+            job=self.options.job,
+            host=self.options.host,
+            generation=self._generation.number,
+            nonce=self._generation.nonce,
+            rank=0,
+            ranks=1,
+            coordinator="",
+            smp=str(self._smp.socket),
+        )
+        with contextlib.suppress(WireError):
+            asking.send(attach.encode(attach.Seated(env=env)))
+
+    def _next_generation(self, welcome: protocol.Welcome) -> Generation:
+        self._number += 1
+        code = Code()
+        member = Member(self.options.host, self._identity, welcome.arena, welcome.address)
+        return Generation(
+            job=self.options.job,
+            number=self._number,
+            nonce=secrets.token_hex(8),
+            hosts=(member,),
+            groups=form_groups(1, code),
+            code=code,
+            reason="a script attached",
+        )
+
+
+def _say(text: str) -> None:
+    print(time.strftime("%H:%M:%S"), text, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the keeper; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="jaxft.launch.solo", description=__doc__)
+    parser.add_argument("--job", required=True)
+    parser.add_argument("--orphan-s", type=float, default=ORPHAN_S)
+    args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        Solo(args.job, args.orphan_s).run()
+    except JobInUse as error:
+        _say(str(error))
+        return 2
+    except JaxftError as error:
+        _say(f"ended: {error}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
