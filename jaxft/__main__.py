@@ -66,6 +66,9 @@ def run(
     store_grace_s: Annotated[
         float, typer.Option(help="How long to train on without the store.")
     ] = 60.0,
+    silence_s: Annotated[
+        float, typer.Option(help="How long a snapshot process may be silent while recovering.")
+    ] = 5.0,
     exit_grace_s: Annotated[
         float, typer.Option(help="How long after the first rank the last one may end.")
     ] = 30.0,
@@ -101,11 +104,6 @@ def run(
             raise ConfigError(
                 f"--hosts {hosts} needs at least {low} hosts, --local-hosts starts {local_hosts}"
             )
-        if high > 1 and not local_hosts and not store:
-            raise ConfigError(
-                f"--hosts {hosts}: several hosts need a place to meet: --store etcd://HOST:PORT, "
-                "or --local-hosts to run all of them on this machine"
-            )
         check_command(tuple(command or ()))
         options = RunOptions(
             job=job,
@@ -122,6 +120,7 @@ def run(
             rejoin_s=rejoin_s,
             agent_grace_s=agent_grace_s,
             store_grace_s=store_grace_s,
+            silence_s=silence_s,
             form_timeout_s=form_timeout_s,
             exit_grace_s=exit_grace_s,
             term_grace_s=term_grace_s,
@@ -130,6 +129,11 @@ def run(
             log_dir=log_dir or None,
             quiet=quiet,
         )
+        if high > 1 and not local_hosts and not store:
+            raise ConfigError(
+                f"--hosts {hosts}: several hosts need a place to meet: --store etcd://HOST:PORT, "
+                "or --local-hosts to run all of them on this machine"
+            )
     except ConfigError as error:
         fail(error)
         raise typer.Exit(EXIT_USAGE) from None

@@ -15,6 +15,8 @@ Variables for people:
                                else the temporary directory, private to the user)
     JAXFT_EVENTS               directory of the event log
     JAXFT_FAULTS               faults on purpose, see `faults`
+    JAXFT_MEMORY_MAX_MIB       the most memory that a host's snapshots may take (both slots
+                               together; default: what its machine and its limits leave)
 """
 
 from __future__ import annotations
@@ -96,6 +98,16 @@ def persist_number(environ: Mapping[str, str] | None = None) -> int | None:
     """The number of the order that this process, a persist helper, was started for."""
     text = (os.environ if environ is None else environ).get("JAXFT_PERSIST", "")
     return int(text) if text.isdigit() else None
+
+
+def memory_bytes_max(environ: Mapping[str, str] | None = None) -> int | None:
+    """What a host's snapshot slots may take together, None for all that there is."""
+    text = (os.environ if environ is None else environ).get("JAXFT_MEMORY_MAX_MIB", "")
+    if not text:
+        return None
+    if not text.isdigit():
+        raise ConfigError(f"JAXFT_MEMORY_MAX_MIB={text}: expected a number of MiB")
+    return int(text) << 20
 
 
 def faults_text(environ: Mapping[str, str] | None = None) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+import contextlib
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
 
 from jaxft.errors import JaxftError, SnapshotSkipped
 from jaxft.group.manifest import SnapshotId
@@ -14,11 +16,13 @@ class Receipt:
 
     Attributes:
         step: the step it was called with.
-        id: the snapshot's identity, None if the call was skipped.
+        id: the snapshot's identity, None if the call began none.
         code: what protects it: this host's group survives the loss of `code.parity` hosts. A world
             that is too small for the job's code has less; a lone host has 0.
-        skipped: why no snapshot was begun, the same on every rank; None if one was.
+        skipped: why the call was not due, the same on every rank; None if it was.
         wait_s: how long the call waited for the snapshot before it to be decided.
+        last_failure: why the snapshot before this call could not be protected; None if it could, or
+            if that is not known yet.
         staged: done when this host's bytes are in its snapshot process: a crash of the ranks loses
             nothing of it.
         protected: done when the snapshot is committed: losing as many hosts of each group as the
@@ -29,30 +33,39 @@ class Receipt:
     A future's `result(timeout)` raises the SnapshotError that says why it could not be.
     """
 
-    def __init__(
-        self,
-        step: int,
-        identity: SnapshotId | None,
-        code: Code,
-        *,
-        skipped: str | None = None,
-    ) -> None:
+    def __init__(self, step: int, code: Code, *, last_failure: JaxftError | None = None) -> None:
         self.step = step
-        self.id = identity
+        self.id: SnapshotId | None = None
         self.code = code
-        self.skipped = skipped
+        self.skipped: str | None = None
         self.wait_s = 0.0
+        self.last_failure = last_failure
         self.staged: Future[None] = Future()
         self.protected: Future[None] = Future()
         self.persisted: Future[int] = Future()
-        if skipped is not None:
-            self.fail(SnapshotSkipped(f"step {step} was not saved: {skipped}"))
+
+    def skip(self, why: str) -> None:
+        """No snapshot was due."""
+        self.skipped = why
+        self.fail(SnapshotSkipped(f"step {self.step} was not saved: {why}"))
 
     def fail(self, error: JaxftError) -> None:
         """Ends every future that is still open with this error."""
         for future in (self.staged, self.protected, self.persisted):
-            if not future.done():
-                future.set_exception(error)
+            _end(future, error=error)
+
+    def stage(self) -> None:
+        """This host's bytes are safe from a crash of its ranks."""
+        _end(self.staged)
+
+    def protect(self) -> None:
+        """The snapshot is committed, so its bytes were staged on every host."""
+        self.stage()
+        _end(self.protected)
+
+    def persist(self, step: int) -> None:
+        """A checkpoint of it is committed on storage, as `step`."""
+        _end(self.persisted, step)
 
     def __repr__(self) -> str:
         if self.skipped is not None:
@@ -68,7 +81,16 @@ class Receipt:
         return f"Receipt(step={self.step}, id={self.id}, {states})"
 
 
-def _state(future: Future[None] | Future[int]) -> str:
+def _end(future: Future[Any], result: Any = None, *, error: JaxftError | None = None) -> None:
+    """Ends a future, unless another thread was first or the caller has cancelled it."""
+    with contextlib.suppress(InvalidStateError):
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+
+def _state(future: Future[Any]) -> str:
     if not future.done():
         return "pending"
-    return "yes" if future.exception() is None else "no"
+    return "no" if future.cancelled() or future.exception() is not None else "yes"

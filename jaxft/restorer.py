@@ -26,6 +26,7 @@ from jaxft.errors import (
     RestoreTimeout,
     TreeMismatch,
 )
+from jaxft.extras import decode_extras
 from jaxft.group.manifest import Manifest, SnapshotId
 from jaxft.group.messages import Damage, Plan
 from jaxft.host import protocol as p
@@ -314,7 +315,7 @@ def _follow(
 
 def _extras(manifests: dict[int, Manifest]) -> dict[int, Any]:
     return {
-        part.rank: msgspec.msgpack.decode(part.extras) if part.extras else None
+        part.rank: decode_extras(part.extras)
         for manifest in manifests.values()
         for part in manifest.parts
     }

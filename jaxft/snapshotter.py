@@ -11,13 +11,13 @@ intervals that came with their outcomes. So all ranks begin the same snapshots, 
 from __future__ import annotations
 
 import logging
+import operator
 import queue
-import re
 import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 
@@ -34,6 +34,7 @@ from jaxft.errors import (
     SnapshotSkipped,
     StagingError,
 )
+from jaxft.extras import encode_extras
 from jaxft.fallback import OrbaxFallback
 from jaxft.faults import arm, reach
 from jaxft.group.manifest import Part, SnapshotId
@@ -43,21 +44,20 @@ from jaxft.host import protocol as p
 from jaxft.host.client import SmpClient, greeting
 from jaxft.receipt import Receipt
 from jaxft.restorer import Restored, restore
+from jaxft.schedule import Schedule, parse_interval
 from jaxft.startup import take_seat
 from jaxft.status.events import EventLog
 
 _log = logging.getLogger(__name__)
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|min|h)\s*")
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 
 class _Job(NamedTuple):
-    """A snapshot on its way into the slot."""
+    """A snapshot on its way into the slot; `staged` is why it is not, where a leaf failed."""
 
     seq: int
     step: int
     plan: Plan
-    staged: StagedLeaves
+    staged: StagedLeaves | StagingError
     extras: bytes
     receipt: Receipt
     step_s: float
@@ -79,6 +79,9 @@ class Snapshotter:
         timeout_s: for everything that other processes have to do before `restore` can return.
         save_wait_s: how long a due `save` waits for the outcome of the snapshot before.
 
+    Its methods are for one thread. Callbacks on a receipt's futures run in a thread of the
+    snapshotter, and must not wait for anything of it.
+
     Raises:
         ConfigError: an option that cannot work.
         PeerUnreachable: this host's snapshot process does not answer.
@@ -96,38 +99,36 @@ class Snapshotter:
         save_wait_s: float = 60.0,
     ) -> None:
         arm(config.faults_text())
+        self.staging = _check_staging(staging)
+        self.timeout_s = _check_seconds("timeout_s", timeout_s)
+        self.save_wait_s = _check_seconds("save_wait_s", save_wait_s)
+        self.fallback = fallback
+        self._fresh = fresh
+        options = _rank_options(every, fallback)
         self._seat = take_seat(job)
         self.env = self._seat.env
-        self.fallback = fallback
-        self.staging: Staging = staging if staging is not None else default_staging()
-        self.timeout_s = timeout_s
-        self.save_wait_s = save_wait_s
-        self._fresh = fresh
-        self._events = EventLog(config.events_dir(), host=self.env.host, role="rank")
-        self._options = _rank_options(every, fallback)
         hello = greeting(
             "rank",
             generation=self.env.generation,
             nonce=self.env.nonce,
             rank=self.env.rank,
-            options=self._options,
+            options=options,
         )
         self.client = SmpClient(Path(self.env.smp), hello)
-        self.client.listeners.append(self._heard)
+        self._events = EventLog(config.events_dir(), host=self.env.host, role="rank")
         self._plans = PlanCache()
+        self._lock = threading.Lock()  # guards the next three, which both threads change
         self._receipts: dict[int, Receipt] = {}
-        self._lock = threading.Lock()
-        self._seq = 0
-        self._steps: list[int] = []
-        self._last_call: tuple[float, int] | None = None
-        self._step_s = 0.0
         self._latest_step: int | None = None
-        self._unseen: JaxftError | None = None
+        self._last_failure: JaxftError | None = None
+        self._schedule = Schedule()
         self._begun = False
         self._closed = False
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._worker = threading.Thread(target=self._work, daemon=True, name="jaxft-stage")
         self._worker.start()
+        self.client.listeners.append(self._heard)
+        self.client.failure_listeners.append(self._cut_off)
 
     # -------------------------------------------------------------------- restore
 
@@ -150,12 +151,12 @@ class Snapshotter:
             MemoryLimitError: the snapshot slots do not fit into this host's memory.
             RestoreTimeout: the other ranks or hosts did not come within `timeout_s`.
         """
-        if self._begun:
-            raise ConfigError("restore comes once, before the first save")
-        self._reserve(self._plans.get(like).length)
+        if self._begun or self._closed:
+            raise ConfigError("restore comes once, before the first save and before close")
         if self._fresh:
-            self._begin()
+            self._begin(like)
             return None
+        self._reserve(like)
         restored = restore(
             self.client,
             like,
@@ -177,16 +178,18 @@ class Snapshotter:
             self.save(restored.step, restored.state, restored.extras)
         return restored
 
-    def _reserve(self, nbytes: int) -> None:
+    def _reserve(self, state: Any) -> None:
         """Refuses to begin where the slots cannot fit."""
+        nbytes = self._plans.get(state).length
         self.client.say(p.Reserve(nbytes=nbytes), open_as="reserve")
         told = self.client.wait(lambda: self.client.reserved, self.timeout_s, "a word on memory")
         self.client.close_open("reserve")
         if told.error:
             raise MemoryLimitError(told.error)
 
-    def _begin(self) -> None:
+    def _begin(self, state: Any) -> None:
         """Saving without restoring: this job's earlier snapshots are left behind."""
+        self._reserve(state)
         told = self.client.wait(lambda: self.client.plan or None, self.timeout_s, "the first plan")
         attempt = told.plan.attempt
         if told.plan.base is not None and not self._fresh:
@@ -213,124 +216,100 @@ class Snapshotter:
                 str, bytes, and lists and dicts of these), for example a data iterator's position.
 
         Returns:
-            A Receipt. A call that is not due is `skipped`, on every rank alike.
+            A Receipt. A call that is not due is `skipped`, on every rank alike. What goes wrong
+            with a snapshot never raises here: its receipt says so, and so does the next call's
+            `last_failure`.
 
         Raises:
-            ConfigError: an extra that cannot be kept, or a leaf that cannot.
+            ConfigError: a step that is no integer, an extra or a leaf that cannot be kept.
+            MemoryLimitError: the first call, where `restore` was not called and slots do not fit.
         """
         if self._closed:
             raise ConfigError("save was called after close")
-        encoded = _encode_extras(extras)
+        step = _check_step(step)
+        encoded = encode_extras(extras)
         if not self._begun:
-            self._begin()
-        self._measure(step)
-        due_step = self._due_step()
+            self._begin(state)
+        self._schedule.called(step, time.monotonic())
+        receipt = Receipt(step, self.code, last_failure=self._last_failure)
+        assert self.client.settled is not None, "it is waited for before the first save"
+        first_interval = self.client.settled.interval
+        due_step = self._schedule.due_step(first_interval, self.client.outcomes)
         if due_step is not None and step < due_step:
-            return self._skip(step, f"the next snapshot is due at step {due_step}")
-        waited_s = self._wait_for_the_last()
-        if waited_s is None:
-            return self._skip(step, f"snapshot {self._seq - 1} is not decided yet")
-        return self._begin_snapshot(step, state, encoded, waited_s)
+            self._events.emit("save_skipped", step=step, due_step=due_step)
+            receipt.skip(f"the next snapshot is due at step {due_step}")
+        elif self._wait_for_the_last(receipt):
+            self._begin_snapshot(receipt, state, encoded)
+        return receipt
 
-    def _skip(self, step: int, why: str) -> Receipt:
-        self._events.emit("save_skipped", step=step, reason=why)
-        return Receipt(step, None, self.code, skipped=why)
-
-    def _measure(self, step: int) -> None:
-        """How long a step takes, for intervals in seconds."""
-        now_s = time.monotonic()
-        if self._last_call is not None and step > self._last_call[1]:
-            taken_s = (now_s - self._last_call[0]) / (step - self._last_call[1])
-            self._step_s = taken_s if self._step_s == 0.0 else 0.8 * self._step_s + 0.2 * taken_s
-        self._last_call = (now_s, step)
-
-    def _due_step(self) -> int | None:
-        """The first step at which the next snapshot is due; None for the very first one.
-
-        The interval from snapshot k to k + 1 came with the outcome of k - 1, which was known here
-        before k began.
-        """
-        if self._seq == 0:
-            return None
-        if self._seq == 1:
-            assert self.client.settled is not None
-            interval = self.client.settled.interval
-        else:
-            interval = self.client.outcomes[self._seq - 2].interval
-        return self._steps[-1] + interval
-
-    def _wait_for_the_last(self) -> float | None:
-        """Waits for the outcome of the snapshot before; None if it does not come in time."""
-        if self._seq == 0 or self._seq - 1 in self.client.outcomes:
-            return 0.0
+    def _wait_for_the_last(self, receipt: Receipt) -> bool:
+        """Waits for the outcome of the snapshot before. If none comes, the receipt says so."""
+        last = self._schedule.seq - 1
+        if last < 0 or last in self.client.outcomes:
+            return True
         began_s = time.monotonic()
-        last = self._seq - 1
         try:
             self.client.wait(
-                lambda: self.client.outcomes.get(last), self.save_wait_s, f"outcome of {last}"
+                lambda: self.client.outcomes.get(last),
+                self.save_wait_s,
+                f"the outcome of snapshot {last}",
             )
         except JaxftError as error:
-            _log.error("step not saved: %s", error)
-            return None
-        return time.monotonic() - began_s
+            self._fail(receipt, error)
+            return False
+        finally:
+            receipt.wait_s = time.monotonic() - began_s
+        return True
 
-    def _begin_snapshot(self, step: int, state: Any, extras: bytes, waited_s: float) -> Receipt:
-        seq = self._seq
-        identity = SnapshotId(self.env.generation, seq, self.env.nonce)
-        receipt = Receipt(step, identity, self.code)
-        receipt.wait_s = waited_s
+    def _begin_snapshot(self, receipt: Receipt, state: Any, extras: bytes) -> None:
+        """Holds the state's bytes, and leaves the rest to the background thread."""
         plan = self._plans.get(state)
-        self._seq += 1
-        self._steps = [*self._steps[-1:], step]
+        step = receipt.step
+        seq = self._schedule.begin(step)
+        receipt.id = SnapshotId(self.env.generation, seq, self.env.nonce)
         with self._lock:
             self._receipts[seq] = receipt
-        known = self.client.outcomes.get(seq)
-        if known is not None:
-            self._decided(known)
-            return receipt
-        self._events.emit("saved", seq=seq, step=step, wait_s=waited_s)
+        self._events.emit("saved", seq=seq, step=step, wait_s=receipt.wait_s)
         reach("save.begun", rank=self.env.rank, seq=seq, step=step)
+        decided = self.client.outcomes.get(seq)
+        if decided is not None:  # another host could not take it
+            self._decided(decided)
+            return
+        staged: StagedLeaves | StagingError
         try:
             staged = stage(plan, state, self.staging)
         except StagingError as error:
-            self._staging_failed(seq, step, plan, receipt, error)
-            return receipt
-        self._jobs.put(_Job(seq, step, plan, staged, extras, receipt, self._step_s))
-        return receipt
+            self._fail(receipt, error)
+            staged = error
+        self._jobs.put(_Job(seq, step, plan, staged, extras, receipt, self._schedule.step_s))
 
     # -------------------------------------------------------------------- the background thread
 
     def _work(self) -> None:
-        while True:
-            job = self._jobs.get()
-            if job is None:
-                return
+        while (job := self._jobs.get()) is not None:
             try:
                 self._put_into_slot(job)
             except JaxftError as error:
-                self._staging_failed(job.seq, job.step, job.plan, job.receipt, error)
-            except Exception as error:  # noqa: BLE001 - it is reported, and training goes on
-                _log.exception("snapshot %d", job.seq)
-                failure = StagingError(
-                    f"host {self.env.host}, step {job.step}: the snapshot could not be copied: "
-                    f"{error!r}"
-                )
-                self._staging_failed(job.seq, job.step, job.plan, job.receipt, failure)
+                self._say_failed(job, error)
+            except Exception as error:  # noqa: BLE001 - its receipt says it, and training goes on
+                _log.exception("snapshot %d of step %d", job.seq, job.step)
+                self._say_failed(job, StagingError(f"it could not be copied: {error!r}"))
+            del job  # the last reference to the state's bytes
 
     def _put_into_slot(self, job: _Job) -> None:
         """Copies the part into the granted slot and tells the SMP."""
+        if isinstance(job.staged, StagingError):
+            raise job.staged
         client = self.client
         self._want_slot(job)
 
-        def answer() -> p.Granted | Outcome | None:
-            return client.granted.get(job.seq) or client.outcomes.get(job.seq)
+        def answered() -> bool | None:
+            return job.seq in client.granted or job.seq in client.outcomes or None
 
-        granted: p.Granted | Outcome = client.wait(
-            answer, self.timeout_s, f"a slot for snapshot {job.seq}"
-        )
-        if isinstance(granted, Outcome):
-            job.staged.release()
+        client.wait(answered, self.timeout_s, f"a slot for snapshot {job.seq}")
+        if job.seq in client.outcomes:  # aborted meanwhile
             return
+        granted = client.granted[job.seq]
         arena = client.slot(granted.slot, granted.base + job.plan.length)
         view = arena.view(granted.base, job.plan.length)
         reach("stage.granted", rank=self.env.rank, seq=job.seq, step=job.step)
@@ -363,23 +342,23 @@ class Snapshotter:
         if 2 * done_bytes >= job.plan.length:
             reach("stage.half", rank=self.env.rank, seq=job.seq, step=job.step)
 
-    def _staging_failed(
-        self, seq: int, step: int, plan: Plan, receipt: Receipt, error: JaxftError
-    ) -> None:
+    def _say_failed(self, job: _Job, error: JaxftError) -> None:
         """This rank has no part of this snapshot: the root is told, and aborts it for all."""
-        _log.error("snapshot of step %d: %s", step, error)
-        wrapped = (
-            error
-            if isinstance(error, SnapshotError)
-            else SnapshotLost(f"host {self.env.host}, step {step}: {error}")
-        )
+        self._fail(job.receipt, error)
+        self._want_slot(job)
+        reason = f"rank {self.env.rank}, step {job.step}: {error}"
+        self.client.say(p.StagingFailed(seq=job.seq, reason=reason), open_as="failed")
+
+    def _fail(self, receipt: Receipt, error: JaxftError) -> None:
+        """Ends a receipt with an error that names host and step; the first one is the cause."""
+        if receipt.protected.done():
+            return
+        kind = type(error) if isinstance(error, SnapshotError) else SnapshotLost
+        failure = kind(f"host {self.env.host}, step {receipt.step}: {error}")
+        _log.error("%s", failure)
         with self._lock:
-            self._unseen = wrapped
-        receipt.fail(wrapped)
-        reason = f"rank {self.env.rank}, step {step}: {error}"
-        want = p.WantSlot(seq=seq, step=step, plan=plan.digest, nbytes=plan.length)
-        self.client.say(want, open_as="slot")
-        self.client.say(p.StagingFailed(seq=seq, reason=reason), open_as="failed")
+            self._last_failure = failure
+        receipt.fail(failure)
 
     # -------------------------------------------------------------------- what the SMP says
 
@@ -389,8 +368,8 @@ class Snapshotter:
             case p.StagedTold():
                 with self._lock:
                     receipt = self._receipts.get(message.seq)
-                if receipt is not None and not receipt.staged.done():
-                    receipt.staged.set_result(None)
+                if receipt is not None:
+                    receipt.stage()
             case p.OutcomeTold():
                 self._decided(message.outcome)
             case p.PersistTold():
@@ -399,28 +378,21 @@ class Snapshotter:
     def _decided(self, outcome: Outcome) -> None:
         """Ends the snapshot's receipt; one that goes to storage stays open for that."""
         with self._lock:
+            receipt = self._receipts.get(outcome.seq)
+            if not (outcome.ok and outcome.persist):
+                self._receipts.pop(outcome.seq, None)
             if outcome.ok:
                 self._latest_step = outcome.step
-            if outcome.ok and outcome.persist:
-                receipt = self._receipts.get(outcome.seq)
-            else:
-                receipt = self._receipts.pop(outcome.seq, None)
-        if receipt is None or receipt.protected.done():
+                self._last_failure = None
+        if receipt is None:
             return
-        if outcome.ok:
-            if not receipt.staged.done():
-                receipt.staged.set_result(None)
-            receipt.protected.set_result(None)
-            if not outcome.persist:
-                receipt.fail(SnapshotSkipped(f"step {outcome.step} was not chosen for storage"))
+        if not outcome.ok:
+            what = f"snapshot {outcome.seq} was aborted: {outcome.reason}"
+            self._fail(receipt, SnapshotAborted(what))
             return
-        error = SnapshotAborted(
-            f"snapshot {outcome.seq} of step {receipt.step} was aborted: {outcome.reason}"
-        )
-        with self._lock:
-            self._unseen = error
-        receipt.fail(error)
-        _log.error("%s", error)
+        receipt.protect()
+        if not outcome.persist:
+            receipt.fail(SnapshotSkipped(f"step {outcome.step} was not chosen for storage"))
 
     def _persist_told(self, message: p.PersistTold) -> None:
         order = message.order
@@ -428,12 +400,22 @@ class Snapshotter:
             return
         with self._lock:
             receipt = self._receipts.pop(order.id.seq, None)
-        if receipt is None or receipt.persisted.done():
+        if receipt is None:
             return
         if order.result == "written":
-            receipt.persisted.set_result(order.step)
+            receipt.persist(order.step)
         else:
             receipt.fail(SnapshotError(f"step {order.step} was not persisted: {order.result}"))
+
+    def _cut_off(self, error: JaxftError) -> None:
+        """The SMP is lost for good: nothing that is open can be known any more."""
+        self._end_receipts(error)
+
+    def _end_receipts(self, error: JaxftError) -> None:
+        with self._lock:
+            receipts, self._receipts = self._receipts, {}
+        for receipt in receipts.values():
+            self._fail(receipt, error)
 
     # -------------------------------------------------------------------- the rest
 
@@ -457,36 +439,31 @@ class Snapshotter:
                 keeps its memory then, and lets it go otherwise: its job is done.
 
         Raises:
-            SnapshotError: the last snapshot failed and nobody has looked at its receipt.
+            SnapshotError: the last snapshot failed.
         """
         if self._closed:
             return
         self._closed = True
+        deadline_s = time.monotonic() + timeout_s
         self._jobs.put(None)
         self._worker.join(timeout_s)
-        unseen: JaxftError | None = None
+        last = self._schedule.seq - 1
         try:
-            if self._seq > 0:
-                last = self._seq - 1
-                outcome = self.client.wait(
-                    lambda: self.client.outcomes.get(last), timeout_s, f"outcome of {last}"
-                )
-                unseen = self._unseen if not outcome.ok else None
+            if last >= 0:
+                left_s = max(0.0, deadline_s - time.monotonic())
+                what = f"the outcome of snapshot {last}"
+                self.client.wait(lambda: self.client.outcomes.get(last), left_s, what)
         except JaxftError as error:
-            unseen = SnapshotLost(f"the last snapshot was not decided: {error}")
-        finally:
-            with self._lock:
-                receipts, self._receipts = self._receipts, {}
-            for receipt in receipts.values():
-                receipt.fail(SnapshotLost("the snapshotter was closed before it was known"))
-            self.client.close()
-            self._events.close()
-            if failing:
-                self._seat.leave()
-            else:
-                self._seat.finish()
-        if unseen is not None:
-            raise unseen
+            self._end_receipts(error)
+        self.client.close()
+        self._end_receipts(SnapshotLost("the snapshotter was closed before it was known"))
+        self._events.close()
+        if failing:
+            self._seat.leave()
+        else:
+            self._seat.finish()
+        if self._last_failure is not None:
+            raise self._last_failure
 
     def __enter__(self) -> Snapshotter:
         return self
@@ -506,8 +483,30 @@ class Snapshotter:
             _log.error("while the script was failing: %s", also)
 
 
+def _check_staging(staging: Staging | None) -> Staging:
+    if staging is None:
+        return default_staging()
+    if staging not in get_args(Staging):
+        raise ConfigError(f"staging={staging!r}: expected one of {', '.join(get_args(Staging))}")
+    return staging
+
+
+def _check_seconds(name: str, value: float) -> float:
+    if not value > 0:
+        raise ConfigError(f"{name}={value!r}: expected more than 0 seconds")
+    return value
+
+
+def _check_step(step: Any) -> int:
+    """A step as an int, also from NumPy and JAX."""
+    try:
+        return operator.index(step)
+    except TypeError as error:
+        raise ConfigError(f"step={step!r}: expected an integer") from error
+
+
 def _rank_options(every: int | str, fallback: OrbaxFallback | None) -> RankOptions:
-    steps, seconds = _interval(every)
+    steps, seconds = parse_interval(every)
     if fallback is None:
         return RankOptions(every_steps=steps, every_s=seconds)
     return RankOptions(
@@ -517,32 +516,4 @@ def _rank_options(every: int | str, fallback: OrbaxFallback | None) -> RankOptio
         persist_every=fallback.every,
         persist_keep=fallback.keep,
         storage=fallback.entries(),
-    )
-
-
-def _interval(every: int | str) -> tuple[int, float]:
-    """(steps, 0) or (0, seconds)."""
-    if isinstance(every, bool) or not isinstance(every, int | str):
-        raise ConfigError(f'every={every!r}: expected a number of steps or a time like "10s"')
-    if isinstance(every, int):
-        if every < 1:
-            raise ConfigError(f"every={every}: expected at least 1 step")
-        return every, 0.0
-    match = _DURATION.fullmatch(every)
-    if match is None or float(match[1]) <= 0:
-        raise ConfigError(f'every="{every}": expected a time like "500ms", "10s", "2min" or "1h"')
-    return 0, float(match[1]) * _SECONDS[match[2]]
-
-
-def _encode_extras(extras: Any) -> bytes:
-    try:
-        encoded = msgspec.msgpack.encode(extras)
-        if msgspec.msgpack.decode(encoded) == extras:
-            return encoded
-        problem = "they would come back changed (tuples, or keys that are no strings)"
-    except (TypeError, OverflowError, msgspec.MsgspecError) as error:
-        problem = str(error)
-    raise ConfigError(
-        f"extras of type {type(extras).__name__} cannot be kept: {problem}. Use None, bool, int, "
-        "float, str, bytes, and lists and dicts of these"
     )

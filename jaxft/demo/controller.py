@@ -25,7 +25,7 @@ from jaxft.demo.plan import DemoOptions, Failure
 from jaxft.errors import LaunchError
 from jaxft.status.events import Event, EventReader
 
-POLL_S = 0.01
+POLL_S = 0.02
 SILENCE_MAX_S = 150.0
 STOP_S = 10.0
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from jaxft.demo.controller import RunLog, Strike
@@ -32,7 +33,8 @@ class FailureReport:
     """What one failure cost; times in seconds from the kill, None if it did not come to that.
 
     `restore_s` is what the slowest rank took to restore, `resume_s` the time until the next step
-    was done (for an SMP: until the next snapshot was protected).
+    was done. Where an SMP dies nothing is restored and training goes on: `resume_s` is the time
+    until the next snapshot was protected.
     """
 
     kind: str
@@ -91,7 +93,7 @@ def summarise(options: DemoOptions, reference: RunLog, disturbed: RunLog) -> Rep
         ]
         differences += bitwise
         worst = _loss_difference(reference.events, disturbed.events)
-    failures = tuple(_failure(strike, disturbed) for strike in disturbed.strikes)
+    failures = tuple(_failures(disturbed))
     return Report(
         hosts=options.hosts,
         code=str(options.code),
@@ -189,17 +191,25 @@ def _restored_unlike_saved(events: Sequence[Event]) -> Iterator[str]:
 # ------------------------------------------------------------------------------ what did it cost?
 
 
-def _failure(strike: Strike, run: RunLog) -> FailureReport:
-    after = [event for event in run.events if float(event["t"]) >= strike.t]
-    build = _smp_failure if strike.failure.kind == "smp" else _world_failure
-    return build(strike, after)
+def _failures(run: RunLog) -> Iterator[FailureReport]:
+    """Each failure, from what happened between it and the next one."""
+    ends = [*(strike.t for strike in run.strikes[1:]), float("inf")]
+    for strike, end in zip(run.strikes, ends, strict=False):
+        after = [event for event in run.events if strike.t <= float(event["t"]) < end]
+        in_place = strike.failure.kind == "smp" and _stayed(strike, after)
+        yield _mended(strike, after) if in_place else _recovered(strike, after)
 
 
-def _smp_failure(strike: Strike, after: list[Event]) -> FailureReport:
-    """Training does not stop: it is over when the next snapshot is protected."""
-    back = next(iter(_named(after, "smp_restarted")), None)
-    later = [e for e in after if back is not None and e["t"] >= back["t"]]
-    protected = next(iter(_named(later, "committed")), None)
+def _stayed(strike: Strike, after: Sequence[Event]) -> bool:
+    """Whether the world went on as it was."""
+    numbers = [event["number"] for event in _named(after, "generation_formed")]
+    return max(numbers, default=0) <= strike.generation
+
+
+def _mended(strike: Strike, after: Sequence[Event]) -> FailureReport:
+    """Training did not stop: it is over when the next snapshot is protected."""
+    back = _first(after, "smp_restarted")
+    later = [event for event in after if back is not None and event["t"] >= back["t"]]
     return FailureReport(
         kind=strike.failure.kind,
         host=", ".join(strike.failure.hosts),
@@ -207,13 +217,13 @@ def _smp_failure(strike: Strike, after: list[Event]) -> FailureReport:
         restored_step=strike.failure.at_step,
         lost_steps=0,
         source="own",
-        detect_s=_since(strike, next(iter(_named(after, *_NOTICED)), None)),
-        restore_s=0.0,
-        resume_s=_since(strike, protected),
+        detect_s=_since(strike, _first(after, *_NOTICED)),
+        restore_s=None,
+        resume_s=_since(strike, _first(later, "committed")),
     )
 
 
-def _world_failure(strike: Strike, after: list[Event]) -> FailureReport:
+def _recovered(strike: Strike, after: Sequence[Event]) -> FailureReport:
     """It is over with the first step of a later generation; what led there is the recovery."""
     steps = _named(after, "step")
     first = next((event for event in steps if event["generation"] > strike.generation), None)
@@ -232,10 +242,14 @@ def _world_failure(strike: Strike, after: list[Event]) -> FailureReport:
         restored_step=restored_step,
         lost_steps=None if restored_step is None else strike.failure.at_step - restored_step,
         source=None if chosen is None else str(chosen["source"]),
-        detect_s=_since(strike, next(iter(_named(after, *_NOTICED)), None)),
+        detect_s=_since(strike, _first(after, *_NOTICED)),
         restore_s=round(max(restores), 3) if restores else None,
         resume_s=_since(strike, first),
     )
+
+
+def _first(events: Sequence[Event], *names: str) -> Event | None:
+    return next(iter(_named(events, *names)), None)
 
 
 def _since(strike: Strike, event: Event | None) -> float | None:
@@ -265,17 +279,20 @@ def _named(events: Sequence[Event], *names: str) -> list[Event]:
 
 def table(report: Report) -> Table:
     """One row a failure."""
-    drawn = Table(title=None, header_style="bold", pad_edge=False)
-    for column in ("killed", "at step", "detected", "restored", "from", "lost", "next step"):
-        drawn.add_column(column, justify="left" if column in ("killed", "from") else "right")
+    drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    drawn.add_column("killed", max_width=20)
+    for column in ("at step", "noticed", "back to", "from", "in", "lost", "resumed"):
+        drawn.add_column(column, justify="left" if column == "from" else "right", no_wrap=True)
     for failure in report.failures:
+        lost = failure.lost_steps
         drawn.add_row(
-            f"{failure.kind} ({failure.host})",
+            f"{'host' if failure.kind == 'hosts' else failure.kind} {failure.host}",
             str(failure.at_step),
             _time(failure.detect_s),
             "-" if failure.restored_step is None else f"step {failure.restored_step}",
             SOURCES.get(failure.source or "", failure.source or "-"),
-            "-" if failure.lost_steps is None else f"{failure.lost_steps} steps",
+            "-" if failure.restore_s is None else _time(failure.restore_s),
+            "-" if lost is None else f"{lost} step{'' if lost == 1 else 's'}",
             _time(failure.resume_s),
         )
     return drawn

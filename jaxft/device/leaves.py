@@ -215,7 +215,7 @@ def empty_nodes(tree: Any) -> tuple[Leaf, ...]:
     )
 
 
-_EMPTY = {dict: "dict", list: "list", tuple: "tuple"}
+_EMPTY: dict[type, str] = {dict: "dict", list: "list", tuple: "tuple"}
 
 
 def _is_empty(node: Any) -> bool:

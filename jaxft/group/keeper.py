@@ -202,7 +202,9 @@ class Keeper:
             case e.SlotWanted():
                 return self._slot_wanted(event)
             case e.PartStaged(rank, seq, part):
-                if seq == self.next_seq and self._granted:
+                # Not only once granted: after a restart of the SMP, a rank that had its slot says
+                # this before the other ranks of the host have asked again.
+                if seq == self.next_seq and rank in self._asks:
                     self._parts[rank] = part
             case e.StagingFailed(_, seq, reason):
                 if seq == self.next_seq:
@@ -289,6 +291,9 @@ class Keeper:
         old = self.directive
         if directive.version <= old.version:
             return []
+        if directive.version >> 32 != old.version >> 32:
+            # A root that has just been started: it waits for what this host has to say.
+            self._sent_status = None
         self.directive = directive
         effects: list[e.Effect] = []
         if directive.plan is not None and directive.plan != old.plan and not directive.settled:
@@ -340,7 +345,11 @@ class Keeper:
         identity = SnapshotId(self.ledger.generation, outcome.seq, self.ledger.nonce)
         committed = outcome.committed if outcome.committed is not None else self.ledger.committed
         self.ledger = msgspec.structs.replace(
-            self.ledger, outcome=outcome, before=self.ledger.outcome, committed=committed
+            self.ledger,
+            outcome=outcome,
+            before=self.ledger.outcome,
+            committed=committed,
+            decided=identity,
         )
         effects: list[e.Effect] = [e.WriteLedger(self.ledger)]
         if self._coding == identity:

@@ -14,6 +14,8 @@ Rules
 - A new generation is formed from hosts whose ranks of the last one are seen dead: each member says
   so in its record (`left`), or is another incarnation of its agent, or has lost its lease, or is
   left out because it has said neither for `ack_s`.
+- A world does not grow while it runs: who comes later is a spare until the next generation. Only
+  one that has not settled yet is formed again when memory comes that it could go on from.
 - It contains a host of the last one (whose ranks are dead, so that the last world cannot go on), or
   waits until all of their leases have been gone for longer than a cut-off member trains on.
 - Hosts keep their places from generation to generation, and so ranks keep their numbers; a newcomer
@@ -25,12 +27,11 @@ Rules
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from jaxft.group.placement import form_groups
+from jaxft.group.formation import natural, next_generation
 from jaxft.group.records import (
     DONE,
     END,
@@ -228,8 +229,7 @@ class Observer:
             return self._live(view, me, generation)
         if me.running or me.host in unacknowledged(view):
             return KillRanks(generation.number, known.detail)
-        end = give_up(view, self.rules)
-        return Finish(end, False, end.reason) if end is not None else self._form(view, me, nonce)
+        return self._form(view, me, nonce)
 
     # -------------------------------------------------------------------- a world that lives
 
@@ -288,21 +288,27 @@ class Observer:
         if busy and busy_s < rules.ack_s:
             reason = f"{_names(busy)} still has ranks of the last generation to kill"
             return Wait(reason, rules.ack_s - busy_s)
+        # Not before: a silent host may turn out to be lost, and the failure its consequence.
+        end = give_up(view, rules)
+        if end is not None:
+            return Finish(end, False, end.reason)
         ready = {host: record for host, record in view.hosts.items() if host not in busy}
         gone = () if last is None else tuple(m for m in last.hosts if m.host not in view.hosts)
         gone_s = self._held_s("gone", frozenset(member.agent for member in gone))
         if any(member.host not in me.answers for member in gone):
             return Wait(f"asks the SMPs of {_names(m.host for m in gone)}", 1.0, gone)
-        strangers = last is not None and not any(m.host in ready for m in last.hosts)
-        if strangers and (busy or gone_s <= rules.cut_off_s):
-            reason = "no host of the last generation is there; without the store it may live on"
-            return Wait(reason, max(0.0, rules.cut_off_s - gone_s), gone)
+        if last is not None and not any(member.host in ready for member in last.hosts):
+            if busy:
+                return self._too_few(f"{_names(busy)} does not kill its ranks", gone)
+            if gone_s <= rules.cut_off_s:
+                reason = "no host of the last generation is there; without the store it may live on"
+                return Wait(reason, rules.cut_off_s - gone_s, gone)
         pause_s = backoff_s(view, rules)
         if last is not None and (pause_s := pause_s - self._held_s("fault", last.number)) > 0:
             return Wait("a pause after repeated failures", pause_s)
         settled_s = self._held_s("ready", frozenset((r.host, r.agent) for r in ready.values()))
         if len(ready) >= rules.hosts_max:
-            return form(view, ready, gone, me, rules, nonce, f"{rules.hosts_max} hosts are there")
+            return _form(view, ready, gone, me, rules, nonce, f"{rules.hosts_max} hosts are there")
         low, high = rules.hosts_min, rules.hosts_max
         wanted = f"{low}" if low == high else f"{low} to {high}"
         there = f"{len(ready)} of {wanted} hosts are there"
@@ -313,7 +319,7 @@ class Observer:
             wait_s = max(wait_s, rules.agent_grace_s - gone_s)
         if wait_s > 0:
             return Wait(f"{there}; waits for more", wait_s, gone)
-        return form(view, ready, gone, me, rules, nonce, f"{there} and nobody else came")
+        return _form(view, ready, gone, me, rules, nonce, f"{there} and nobody else came")
 
     def _too_few(self, there: str, gone: tuple[Member, ...]) -> Decision:
         left_s = self.rules.form_timeout_s - self._held_s("too few", True)
@@ -473,10 +479,7 @@ def give_up(view: View, rules: Rules) -> JobEnd | None:
     )
 
 
-# ------------------------------------------------------------------------------ the next world
-
-
-def form(
+def _form(
     view: View,
     ready: Mapping[str, HostRecord],
     gone: Iterable[Member],
@@ -485,90 +488,30 @@ def form(
     nonce: str,
     there: str,
 ) -> Form:
-    """The next generation, of the hosts that are `ready`; `gone` have lost their lease."""
-    last, number = view.generation, view.next_number
-    hosts = in_order(choose(view, ready, rules.hosts_max), last)
-    names = {record.host for record in hosts}
-    spares = [record for host, record in sorted(ready.items()) if host not in names]
-    lenders = [record for record in spares if has_memory(view, record)]
-    silent = [member for member in gone if me.answers.get(member.host, True)]
-    reason = there if view.fault is None else f"{view.fault.detail}; {there}"
-    generation = Generation(
+    """Forms the next generation of the hosts that are `ready`; `gone` have lost their lease."""
+    generation = next_generation(
+        view,
+        ready,
+        [member for member in gone if me.answers.get(member.host, True)],
         job=rules.job,
-        number=number,
-        nonce=nonce,
-        hosts=tuple(record.member() for record in hosts),
-        groups=form_groups(len(hosts), rules.code, [record.domain for record in hosts]),
         code=rules.code,
-        coordinator=hosts[0].coordinator,
-        holders=tuple(
-            msgspec.structs.replace(member, ranks=0)
-            for member in (*(record.member() for record in lenders), *silent)
-        ),
-        fresh=_fresh(view, hosts),
-        reason=reason,
+        hosts_max=rules.hosts_max,
+        nonce=nonce,
+        reason=there if view.fault is None else f"{view.fault.detail}; {there}",
     )
-    keys = [f"{HOST}{record.host}" for record in (*hosts, *lenders)]
-    expect: dict[str, int | None] = {key: view.revisions.get(key) for key in keys}
-    expect[GENERATION] = view.revisions.get(GENERATION)
+    members = [member.host for member in (*generation.hosts, *generation.holders)]
+    keys = [f"{HOST}{host}" for host in members if host in ready]
+    expect: dict[str, int | None] = {key: view.revisions.get(key) for key in (GENERATION, *keys)}
     expect[END] = None
+    oldest = generation.number - FAULTS_KEPT
     stale = [key for key in view.revisions if key.startswith(DONE)]
-    stale += [f"{FAULT}{n}" for n in view.faults if n < number - FAULTS_KEPT]
-    stale += [f"{PROGRESS}{n}" for n in view.progress if n < number - FAULTS_KEPT]
-    return Form(generation, expect, tuple(stale), reason)
-
-
-def choose(view: View, ready: Mapping[str, HostRecord], hosts_max: int) -> list[HostRecord]:
-    """At most `hosts_max` hosts: those with memory first, then those of the last generation."""
-    known = {member.host for member in view.generation.hosts} if view.generation else set()
-    ranked = sorted(
-        ready.values(),
-        key=lambda r: (not has_memory(view, r), r.host not in known, _natural(r.host)),
-    )
-    return ranked[:hosts_max]
-
-
-def in_order(chosen: list[HostRecord], last: Generation | None) -> list[HostRecord]:
-    """Everybody keeps their place; newcomers take those of the lost, in order of their names."""
-    by_name = {record.host: record for record in chosen}
-    known = [member.host for member in last.hosts] if last is not None else []
-    new = sorted((r for r in chosen if r.host not in known), key=lambda r: _natural(r.host))
-    placed = []
-    for host in known:
-        if host in by_name:
-            placed.append(by_name[host])
-        elif new:
-            placed.append(new.pop(0))
-    return placed + new
-
-
-def has_memory(view: View, record: HostRecord) -> bool:
-    """Does this host hold a snapshot? Members of a generation that has settled do."""
-    if record.snapshot is not None:
-        return True
-    last = view.generation
-    return (
-        last is not None
-        and last.number in view.progress
-        and any(record.arena == member.arena for member in last.hosts)
-    )
-
-
-def _fresh(view: View, hosts: list[HostRecord]) -> bool:
-    """Is earlier memory to be ignored? Only until a generation that did so has settled."""
-    last = view.generation
-    if last is not None and last.fresh and last.number not in view.progress:
-        return True
-    return all(record.fresh and record.left == 0 for record in hosts)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Sorts host2 before host10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+    stale += [f"{FAULT}{number}" for number in view.faults if number < oldest]
+    stale += [f"{PROGRESS}{number}" for number in view.progress if number < oldest]
+    return Form(generation, expect, tuple(stale), generation.reason)
 
 
 def _names(hosts: Iterable[str]) -> str:
-    return ", ".join(sorted(hosts, key=_natural))
+    return ", ".join(sorted(hosts, key=natural))
 
 
 def _numbers(ranks: Iterable[int]) -> str:

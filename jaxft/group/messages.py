@@ -103,7 +103,8 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     entered and `nonce` its nonce; `outcome` is the newest outcome known of it and `before` the one
     before that (a rank that was not connected may need both), `interval` the interval from its
     snapshot 0 to 1, `persist` the newest order known of it. `committed` is the newest snapshot this host ever knew to be
-    committed. The last `lineage` record is of `generation` once that generation has settled; it is
+    committed, `decided` the newest whose outcome it ever knew: those of that generation that lie
+    between the two were aborted. The last `lineage` record is of `generation` once that generation has settled; it is
     written before the first grant.
     """
 
@@ -118,11 +119,21 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     interval: int = 1
     persist: PersistOrder | None = None
     committed: SnapshotId | None = None
+    decided: SnapshotId | None = None
 
     @property
     def settled(self) -> bool:
         """Has the generation entered last settled on what it goes on from?"""
         return bool(self.lineage) and self.lineage[-1].generation == self.generation
+
+    def knows_aborted(self, identity: SnapshotId) -> bool:
+        """Has this host heard that the snapshot was aborted?"""
+        return (
+            self.decided is not None
+            and self.decided.generation == identity.generation
+            and identity <= self.decided
+            and (self.committed is None or self.committed < identity)
+        )
 
 
 # ---------------------------------------------------------------- the plan of a restore

@@ -5,6 +5,11 @@ Rules
   every other member holds its whole share, or (b) no segment is missing: then its coding is
   finished in its old group before anything else. "Recoverable somehow" is not enough: a half coded
   group that has lost a host tolerates no further loss.
+- A snapshot that was aborted is not a candidate: the host that knows it may have given its share's
+  slot away already, and then what is left tolerates less than the last committed snapshot does.
+- Nor is one whose shares are of different steps or plans.
+- A snapshot that a generation has gone on from replaced all older ones, so it is judged by what can
+  be rebuilt at all: a share that was away when its coding was finished counts as missing.
 - A snapshot of an older generation that is newer than the base of any lineage record found is
   abandoned: its branch was left.
 - The newest by (generation, seq) wins, in memory or on storage. Steps decide only among checkpoints
@@ -85,8 +90,14 @@ def choose(
                 f"went on from {base}"
             )
             continue
+        bases = {record.base for record in lineages}
+        if identity not in bases and any(h.ledger.knows_aborted(identity) for h in holders):
+            reasons.append(f"snapshot {identity}: aborted")
+            continue
         damaged = (damages or {}).get(identity, frozenset())
         shares, world = _shares(identity, holders, damaged)
+        if identity in bases:
+            shares = _without_half_coded(shares, world)
         verdict = _judge(shares, world, damaged)
         if verdict.ok:
             return _from_memory(
@@ -121,11 +132,29 @@ def _shares(
     return shares, world
 
 
+def _without_half_coded(
+    shares: Mapping[int, tuple[str, Slot]], world: World
+) -> dict[int, tuple[str, Slot]]:
+    """In groups where a share is missing, without those that have no parity: nobody can finish
+    them, and the others were finished without them."""
+    short = [group for group in world.groups if any(host not in shares for host in group.hosts)]
+    members = {host for group in short for host in group.hosts}
+    return {
+        host: (address, slot)
+        for host, (address, slot) in shares.items()
+        if host not in members or slot.state == "coded"
+    }
+
+
 def _judge(
     shares: Mapping[int, tuple[str, Slot]], world: World, damaged: frozenset[Damage]
 ) -> Verdict:
     if not world.groups:
         return Verdict(False, "no host holds its segment whole")
+    kinds = {(slot.step, slot.plan) for _, slot in shares.values()}
+    if len(kinds) > 1:
+        steps = ", ".join(str(step) for step, _ in sorted(kinds))
+        return Verdict(False, f"its shares do not belong together (steps {steps}, or other trees)")
     finish = False
     for number, group in enumerate(world.groups):
         verdict = _judge_group(group, shares, world, damaged)

@@ -60,6 +60,7 @@ class Root:
         self._boots = ledger.boots
         self._attempt = ledger.boots * 1000
         self._started_s = now_s
+        self._awake_s = now_s
         self._complete_s: float | None = None
         self._faulted = False
         self._announced = ""
@@ -81,6 +82,7 @@ class Root:
 
     def heard(self, sender: str, status: Status, now_s: float) -> list[e.Effect]:
         """A status arrived; older ones than the newest change nothing."""
+        self._wake(now_s)
         self.heard_s[sender] = now_s
         known = self.statuses.get(sender)
         if known is not None and status.version <= known.version:
@@ -95,6 +97,7 @@ class Root:
         return effects
 
     def tick(self, now_s: float) -> list[e.Effect]:
+        self._wake(now_s)
         effects = self.advance(now_s)
         if now_s - self._sent_s >= RESEND_S:
             effects += self._tell_all(now_s)
@@ -131,6 +134,13 @@ class Root:
             for member in members
         }
         return {host: age for host, age in ages.items() if age > self.timing.silence_s}
+
+    def _wake(self, now_s: float) -> None:
+        """A root that was stopped itself for a while blames nobody for that time."""
+        gap_s, self._awake_s = now_s - self._awake_s, now_s
+        if gap_s > self.timing.silence_s / 2:
+            self._started_s += gap_s
+            self.heard_s = {host: heard_s + gap_s for host, heard_s in self.heard_s.items()}
 
     def _fault(self, host: str, reason: str) -> list[e.Effect]:
         self._faulted = True
@@ -280,12 +290,16 @@ class Root:
         last = self.directive.outcome
         seq = 0 if last is None else last.seq + 1
         hosts = [member.host for member in self.generation.hosts]
-        if any(
-            host not in self.statuses or self.statuses[host].outcome_seq < seq - 1 for host in hosts
-        ):
-            return []
+        silent = self._silent(self.generation.hosts, now_s)
+        behind = [
+            host
+            for host in hosts
+            if host not in self.statuses or self.statuses[host].outcome_seq < seq - 1
+        ]
+        if behind:
+            return self._held_up(seq, behind, silent)
         reports = {host: self.statuses[host].report for host in hosts}
-        decision = decide(seq, reports, self._silent(self.generation.hosts, now_s))
+        decision = decide(seq, reports, silent)
         if decision.ok is None:
             return []
         identity = SnapshotId(self.generation.number, seq, self.generation.nonce)
@@ -316,6 +330,20 @@ class Root:
             *self._direct(now_s, outcome=outcome, persist=order),
         ]
 
+    def _held_up(self, seq: int, behind: list[str], silent: dict[str, float]) -> list[e.Effect]:
+        """Snapshot `seq` cannot be decided before these hosts know the last outcome: when others
+        wait for it and one of these is silent, the world cannot go on."""
+        reports = [status.report for status in self.statuses.values()]
+        if any(report is not None and report.seq == seq for report in reports):
+            for host in behind:
+                if host in silent:
+                    return self._fault(
+                        host,
+                        f"its SMP has not answered for {silent[host]:.1f} s and does not know the "
+                        f"outcome of snapshot {seq - 1}",
+                    )
+        return []
+
     # -------------------------------------------------------------------- persisting
 
     def _persist_states(self) -> dict[str, str]:
@@ -338,7 +366,8 @@ class Root:
         return len(states) == len(self.generation.hosts) and set(states.values()) == {"ready"}
 
     def _persist_due(self) -> bool:
-        options = self.statuses[self.generation.hosts[0].host].options
+        first = self.statuses.get(self.generation.hosts[0].host)
+        options = None if first is None else first.options
         outcome = self.directive.outcome
         if options is None or options.persist_every <= 0 or outcome is None or not outcome.ok:
             return False

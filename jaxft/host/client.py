@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from jaxft.errors import JaxftError, PeerUnreachable, ProtocolError, WireError
+from jaxft.errors import ChannelClosed, JaxftError, PeerUnreachable, ProtocolError, WireError
 from jaxft.group.messages import Outcome, PersistOrder, RankOptions
 from jaxft.host import protocol as p
 from jaxft.host.local import LocalChannel, connect
@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 RECONNECT_S = 60.0
 POLL_S = 0.2
+BYE_S = 2.0
 
 
 class SmpClient:
@@ -43,6 +44,9 @@ class SmpClient:
     Attributes:
         plan: the newest plan told, `settled` that everybody has restored it.
         outcomes: of this generation's snapshots, by seq (the newest ones).
+        failure: why the connection is lost for good; None while it is not.
+        listeners, failure_listeners: called in the connection's thread with every message, and with
+            the failure.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class SmpClient:
         self.persist: PersistOrder | None = None
         self.persist_told: p.PersistTold | None = None
         self.listeners: list[Callable[[p.ServerMessage], None]] = []
+        self.failure_listeners: list[Callable[[JaxftError], None]] = []
         self.failure: JaxftError | None = None
         self._open: dict[str, p.ClientMessage] = {}
         self._slots: list[Arena] = []
@@ -99,6 +104,7 @@ class SmpClient:
 
         Raises:
             PeerUnreachable: not within `timeout_s`; names `what`.
+            ChannelClosed: this client was closed meanwhile.
             JaxftError: the connection is lost for good.
         """
         deadline = time.monotonic() + timeout_s
@@ -109,6 +115,8 @@ class SmpClient:
                     return found
                 if self.failure is not None:
                     raise self.failure
+                if self._closing:
+                    raise ChannelClosed(f"{what} did not come before this process closed")
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise PeerUnreachable(
@@ -128,13 +136,18 @@ class SmpClient:
         return arena
 
     def close(self) -> None:
-        """Ends the connection. No thread of the caller may write into a slot any more."""
-        self.say(p.Bye())
+        """Ends the connection. No thread of the caller may write into a slot any more.
+
+        Waits until the SMP has taken note of that (it closes the connection): before, it would
+        kill this process when it enters another generation.
+        """
         with self._changed:
             self._closing = True
-            self._channel.close()
             self._changed.notify_all()
-        self._thread.join(5.0)
+        self.say(p.Bye())
+        self._thread.join(BYE_S)
+        self._channel.close()
+        self._thread.join(BYE_S)
         for arena in self._slots:
             arena.close()
 
@@ -178,14 +191,15 @@ class SmpClient:
         self._slots = [Arena.adopt(by_name["slot0"]), Arena.adopt(by_name["slot1"])]
 
     def _run(self) -> None:
-        while not self._closing:
+        while self.failure is None:
             try:
                 received = self._channel.receive(POLL_S)
                 if received is not None:
                     self._take(p.decode_server(received.payload), received.fds)
             except WireError as error:
-                if not self._closing:
-                    self._come_back(error)
+                if self._closing:
+                    return
+                self._come_back(error)
 
     def _come_back(self, error: WireError) -> None:
         """The SMP is gone: waits for it to be started again, and repeats what is open."""
@@ -218,6 +232,8 @@ class SmpClient:
             self.failure = error
             self._closing = True
             self._changed.notify_all()
+        for listener in self.failure_listeners:
+            listener(error)
 
     def _take(self, message: p.ServerMessage, fds: tuple[int, ...]) -> None:
         with self._changed:
@@ -243,11 +259,12 @@ class SmpClient:
                 case p.PersistTold():
                     self.persist, self.persist_told = message.order, message
                 case p.Refused():
-                    self.failure = ProtocolError(f"the snapshot process: {message.reason}")
-                    self._closing = True
+                    pass
                 case _:
                     _log.warning("the snapshot process said %s", type(message).__name__)
             self._changed.notify_all()
+        if isinstance(message, p.Refused):
+            self._fail(ProtocolError(f"the snapshot process: {message.reason}"))
         for listener in self.listeners:
             listener(message)
 

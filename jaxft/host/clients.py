@@ -104,6 +104,10 @@ class Clients:
         if pid in self._writers:
             os.close(self._writers.pop(pid))
 
+    def writer_fds(self) -> list[int]:
+        """Readable when the process is dead."""
+        return list(self._writers.values())
+
     def living_writers(self) -> list[int]:
         """The processes that may still write; those that are dead are forgotten."""
         if not self._writers:

@@ -17,6 +17,7 @@ import numpy as np
 import xxhash
 
 from jaxft.errors import ChunkDamaged, PeerUnreachable
+from jaxft.faults import reach
 from jaxft.group.codec import backend, decode_matrix, encode_rows
 from jaxft.group.manifest import CHUNK, SnapshotId
 from jaxft.group.messages import Damage
@@ -103,7 +104,7 @@ def encode_share(sources: Sources, host: int, parity: Bytes) -> bytes:
                 _data_fragment(layout, number, geometry, stripe, i) for i in range(geometry.k)
             )
             tasks.append(_Task(number, stripe, rows[j : j + 1], fragments, output))
-    _run(sources, tasks)
+    _run(sources, tasks, host)
     return checksums(parity)
 
 
@@ -129,7 +130,7 @@ def rebuild_segment(sources: Sources, host: int, lost: frozenset[Damage], output
             if nbytes:
                 place = output[start + offset : start + offset + nbytes]
                 tasks.append(_rebuild_task(layout, number, geometry, stripe, host, lost, place))
-    _run(sources, tasks)
+    _run(sources, tasks, host)
     bad = list(SegmentCheck(layout.manifests[host]).bad_chunks(0, output))
     if bad:
         raise ChunkDamaged(
@@ -271,13 +272,21 @@ class _Run:
         )
 
 
-def _run(sources: Sources, tasks: list[_Task]) -> None:
+def _run(sources: Sources, tasks: list[_Task], host: int) -> None:
+    """Does the tasks of the share of `host`."""
     run = _Run(sources, tasks)
     answers = sources.reader.read_many(
         run.requests(), peer_s=PEER_S, deadline_s=DEADLINE_S, cancel=sources.cancel
     )
-    for tag, answer in answers:
+    for piece, (tag, answer) in enumerate(answers):
         run.take(tag, answer)
+        reach(
+            "smp.piece",
+            host=sources.names[host],
+            generation=sources.id.generation,
+            seq=sources.id.seq,
+            piece=piece,
+        )
     if run.damaged:
         who = ", ".join(sorted({sources.names[damage.host] for damage in run.damaged}))
         raise DamagedFragments(

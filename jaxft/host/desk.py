@@ -33,6 +33,7 @@ class Desk:
         self.stopping = False
         self.agent_seen = False
         self._fetched: dict[tuple[int, int], Arena] = {}
+        self._early: list[tuple[Client, p.WantManifests | p.Fetch]] = []
 
     def serve(self, client: Client) -> None:
         """Handles the messages that have arrived on this connection."""
@@ -46,10 +47,16 @@ class Desk:
             client.tell(p.Refused(reason=str(error)))
             client.channel.close()
 
-    def seat_waiting(self) -> None:
-        """Lets in whoever waited for the generation that has been entered by now."""
+    def attend_waiting(self) -> None:
+        """Lets in whoever waited for the generation that has been entered by now, and answers what
+        was asked before the plan was known (by ranks of an SMP that was started again)."""
         for client in self.clients.waiting():
             self._seat(client)
+        if self._early and self.driver.plan_known:
+            early, self._early = self._early, []
+            for client, message in early:
+                if not client.channel.ended and self.driver.knows(message.id):
+                    self._from_rank(client, message)
 
     def left(self, client: Client) -> None:
         """A client's connection ended. When it was the agent, its ranks must not go on alone."""
@@ -155,6 +162,7 @@ class Desk:
                 happen(e.RankFailed(rank, message.attempt, message.reason, message.damaged))
             case p.Bye():
                 self.clients.forget_writer(client.channel.peer_pid)
+                client.channel.close()
             case p.Reserve():
                 client.tell(p.Reserved(error=self.driver.reserve(message.nbytes)))
             case p.WantSlot():
@@ -194,7 +202,17 @@ class Desk:
         )
         self.driver.happen(e.PersistProgressed(state))
 
+    def _too_early(self, client: Client, message: p.WantManifests | p.Fetch) -> bool:
+        """Is it about a snapshot that this SMP will only hear of? Then it is answered later."""
+        if self.driver.plan_known or self.driver.knows(message.id):
+            return False
+        self._early = [one for one in self._early if not one[0].channel.ended]
+        self._early.append((client, message))
+        return True
+
     def _manifests(self, client: Client, message: p.WantManifests) -> None:
+        if self._too_early(client, message):
+            return
         recall = self.driver.recall_for(message.id)
 
         def work(cancel: threading.Event) -> tuple[bytes, ...]:
@@ -214,6 +232,8 @@ class Desk:
         self.driver.jobs.start("manifests", work, done)
 
     def _fetch(self, client: Client, message: p.Fetch) -> None:
+        if self._too_early(client, message):
+            return
         recall = self.driver.recall_for(message.id)
 
         def work(cancel: threading.Event) -> tuple[Arena, tuple[int, ...]]:
@@ -229,6 +249,9 @@ class Desk:
                 client.tell(p.Fetched(number=number, damaged=damaged, error=str(error)))
                 return
             arena, offsets = result
+            if client.channel.ended:
+                arena.close()
+                return
             self._fetched[id(client), number] = arena
             told = p.Fetched(number=number, offsets=offsets, size_bytes=arena.size_bytes)
             client.tell(told, [arena.fd])

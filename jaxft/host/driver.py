@@ -55,6 +55,7 @@ class Driver:
         network, endpoint: to other SMPs.
         clients: to this host's processes.
         timing: the root's patience.
+        memory_bytes_max: what both slots may take together, if not all that there is.
     """
 
     def __init__(
@@ -69,7 +70,9 @@ class Driver:
         endpoint: Endpoint,
         clients: Clients,
         timing: Timing,
+        memory_bytes_max: int | None = None,
     ) -> None:
+        self.memory_bytes_max = memory_bytes_max
         self.job = job
         self.host = host
         self.address = address
@@ -137,24 +140,42 @@ class Driver:
                 self.happen(e.Heard(envelope.sender, envelope.body))
 
     def tick(self) -> None:
-        """Lets time pass: jobs that ended, old ranks that died, and the core's own clock."""
-        self.jobs.reap()
-        if self._freezing is not None and not self.jobs.running:
-            if self.clients.living_writers():
-                self.clients.kill_writers()
-            else:
-                number, self._freezing = self._freezing, None
-                for slot, reason in self.shares.spoiled(self.ledger):
-                    _log.error("slot %d is damaged and counts as lost: %s", slot, reason)
-                    self._tell_agent("slot_damaged", {"slot": slot, "reason": reason})
-                    self.happen(e.SlotSpoiled(slot, reason))
-                self.happen(e.Frozen(number))
+        """Lets time pass in the core."""
         self.happen(e.Ticked())
+
+    def try_frozen(self) -> None:
+        """Says that the host is frozen, once no old rank lives and no old job runs."""
+        if self._freezing is None:
+            return
+        living = self.clients.living_writers()
+        if living:
+            self.clients.kill_writers()
+        if living or self.jobs.unfinished:
+            return
+        number, self._freezing = self._freezing, None
+        for slot, reason in self.shares.spoiled(self.ledger):
+            _log.error("slot %d is damaged and counts as lost: %s", slot, reason)
+            self._tell_agent("slot_damaged", {"slot": slot, "reason": reason})
+            self.happen(e.SlotSpoiled(slot, reason))
+        self.happen(e.Frozen(number))
+
+    def writer_fds(self) -> list[int]:
+        """What becomes readable when an old rank, whose death is waited for, is dead."""
+        return [] if self._freezing is None else self.clients.writer_fds()
 
     # -------------------------------------------------------------------- ledger and entering
 
     def _write_ledger(self, effect: e.WriteLedger) -> None:
         self.shares.write(effect.ledger)
+        ledger = effect.ledger
+        seq = 0 if ledger.outcome is None else ledger.outcome.seq + 1
+        coming = SnapshotId(ledger.generation, seq, ledger.nonce)
+        states = [slot.state for slot in ledger.slots if slot.id == coming]
+        self._reach("smp.written", coming, state=(states or ["none"])[0], settled=ledger.settled)
+
+    def _reach(self, point: str, identity: SnapshotId, **facts: object) -> None:
+        """A point where a test may let this host fail."""
+        reach(point, host=self.host, generation=identity.generation, seq=identity.seq, **facts)
 
     def _freeze(self, effect: e.Freeze) -> None:
         self._freezing = effect.generation
@@ -201,12 +222,11 @@ class Driver:
         """Makes room in a job (touching memory takes time), then tells the ranks."""
         arena = self.shares.slots[effect.slot]
         nbytes = self.slot_bytes(effect.nbytes)
-        self._leaves.clear()
 
         def room(cancel: threading.Event) -> None:
             before = arena.size_bytes
             if nbytes > before:
-                check_fits(nbytes - before + SPARE_BYTES, available_bytes(), f"slot {effect.slot}")
+                check_fits(nbytes - before, self._left_bytes(), f"slot {effect.slot}")
                 arena.ensure(nbytes)
                 arena.touch(before, nbytes - before)
 
@@ -214,7 +234,7 @@ class Driver:
             if error is not None:
                 self.happen(e.GrantFailed(effect.id, f"no memory for the snapshot: {error}"))
                 return
-            reach("smp.granted", host=self.host, seq=effect.id.seq)
+            self._reach("smp.granted", effect.id)
             for rank, base, _ in effect.bases:
                 client = self.clients.rank(rank)
                 if client is not None and effect.id == self.core.keeper.next_id:
@@ -248,19 +268,30 @@ class Driver:
         return f"{group.data}+{group.parity}"
 
     def reserve(self, nbytes: int) -> str:
-        """Is there memory for two slots with segments of this size? Returns what is wrong."""
+        """Is there memory for two slots with parts of this size? Returns what is wrong."""
+        generation, index = self.core.keeper.generation, self.core.keeper.index
+        if generation is not None and index is not None:
+            nbytes *= generation.hosts[index].ranks
         wanted = self.slot_bytes(nbytes)
         growth = sum(max(0, wanted - slot.size_bytes) for slot in self.shares.slots)
         try:
             check_fits(
-                growth + SPARE_BYTES if growth else 0,
-                available_bytes(),
+                growth,
+                self._left_bytes(),
                 f"host {self.host}: two snapshot slots of {wanted / 2**20:.1f} MiB for "
                 f"{nbytes / 2**20:.1f} MiB of state",
             )
         except MemoryLimitError as error:
             return str(error)
         return ""
+
+    def _left_bytes(self) -> int:
+        """How much more memory the slots may take."""
+        left = available_bytes() - SPARE_BYTES
+        if self.memory_bytes_max is not None:
+            held = sum(slot.size_bytes for slot in self.shares.slots)
+            left = min(left, self.memory_bytes_max - held)
+        return max(0, left)
 
     def part_staged(self, rank: int, message: p.Staged) -> None:
         self._leaves[rank] = message.leaves
@@ -287,7 +318,7 @@ class Driver:
         except MemoryLimitError as error:
             self._events.append(e.GrantFailed(effect.id, str(error)))
             return
-        reach("smp.sealed", host=self.host, seq=effect.id.seq)
+        self._reach("smp.sealed", effect.id)
         self._events.append(e.SegmentSealed(effect.id, manifest.length, blob))
 
     def _code(self, effect: e.Code) -> None:
@@ -303,7 +334,7 @@ class Driver:
             manifests[own.host] = own
             layout = GroupLayout(slot.world.group_of(own.host), manifests)
             offset, parity = self.shares.place_parity(effect.slot, slot, layout.parity_bytes)
-            reach("smp.coding", host=self.host, seq=effect.id.seq)
+            self._reach("smp.coding", effect.id)
             sources = Sources(
                 id=effect.id,
                 layout=layout,
@@ -333,7 +364,7 @@ class Driver:
             return
         blob = self.shares.seal_group(effect.slot, offset + nbytes, group)
         parity = msgspec.structs.replace(blob, offset=offset, length=nbytes, checksum=0)
-        reach("smp.coded", host=self.host, seq=effect.id.seq)
+        self._reach("smp.coded", effect.id)
         self.happen(e.CodingDone(effect.id, parity, blob))
 
     def _stop_coding(self, effect: e.StopCoding) -> None:
@@ -350,7 +381,12 @@ class Driver:
 
         def begin(host: int) -> None:
             def work(cancel: threading.Event) -> object:
-                reach("smp.rebuilding", host=self.host, attempt=plan.attempt)
+                reach(
+                    "smp.rebuilding",
+                    host=self.host,
+                    generation=self.ledger.generation,
+                    attempt=plan.attempt,
+                )
                 return Recall(plan, self.network, cancel).rebuild(host)
 
             def done(result: object, error: BaseException | None) -> None:
@@ -370,7 +406,6 @@ class Driver:
 
             self.jobs.start("rebuild", work, done)
 
-        self._plan = plan
         for host in mine:
             begin(host)
 
@@ -398,6 +433,18 @@ class Driver:
         if number is None or not self.ledger.slots[number].readable:
             return None
         return number, self.ledger.slots[number].host
+
+    @property
+    def plan_known(self) -> bool:
+        """Has the root said what this generation restores?"""
+        return self._plan is not None
+
+    def knows(self, identity: SnapshotId) -> bool:
+        """Is this the plan's snapshot, or one of this generation?"""
+        if self._plan is not None and self._plan.chosen == identity:
+            return True
+        generation = self.core.keeper.generation
+        return generation is not None and generation.number == identity.generation
 
     def recall_for(self, identity: SnapshotId) -> Recall:
         """Reads snapshot `identity`: the plan's, or one of this generation (for a persist)."""
@@ -434,7 +481,12 @@ class Driver:
         self.clients.tell(p.StagedTold(seq=effect.seq), "rank")
 
     def _tell_outcome(self, effect: e.TellOutcome) -> None:
-        reach("smp.outcome", host=self.host, seq=effect.outcome.seq)
+        reach(
+            "smp.outcome",
+            host=self.host,
+            generation=self.ledger.generation,
+            seq=effect.outcome.seq,
+        )
         self.clients.tell(p.OutcomeTold(outcome=effect.outcome), "rank")
 
     def _tell_persist(self, effect: e.TellPersist) -> None:

@@ -65,10 +65,10 @@ class Jobs:
                     job.cancel.set()
 
     @property
-    def running(self) -> int:
-        """How many have not ended."""
+    def unfinished(self) -> int:
+        """How many run, or have ended and not been reaped."""
         with self._lock:
-            return len(self._running)
+            return len(self._running) + len(self._ended)
 
     def reap(self) -> None:
         """Calls `done` of every job that has ended since."""

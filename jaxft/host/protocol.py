@@ -40,7 +40,8 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
 
 
 class Bye(msgspec.Struct, frozen=True, kw_only=True, tag="bye"):
-    """Rank: no thread of mine writes into a slot any more. My process may live on."""
+    """Rank: no thread of mine writes into a slot any more. My process may live on. The SMP closes
+    the connection when it has taken note."""
 
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True, tag="restored"):

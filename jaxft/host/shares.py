@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from jaxft.errors import ChunkDamaged, ConfigError
+from jaxft.faults import reach
 from jaxft.group.manifest import Manifest, Part, SnapshotId, align
 from jaxft.group.messages import Blob, Ledger, Slot
 from jaxft.host import ledger as banks
@@ -107,6 +108,7 @@ class Shares:
 
     def provide(self, key: bytes, offset: int, nbytes: int) -> memoryview | Refused:
         """Answers a bulk read."""
+        reach("smp.serving", nbytes=nbytes)
         view = self._readable.get(key)
         if view is None:
             return Refused("not here")

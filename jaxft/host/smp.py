@@ -39,6 +39,7 @@ class Smp:
         shares: new memory, or that of a dead SMP.
         timing: the root's patience.
         orphan_s: how long to live without an agent.
+        memory_bytes_max: what the snapshot slots may take, if not all that there is.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class Smp:
         shares: Shares,
         timing: Timing,
         orphan_s: float,
+        memory_bytes_max: int | None = None,
     ) -> None:
         self.orphan_s = orphan_s
         self.shares = shares
         ledger = shares.load()
         self.network = ZmqNetwork()
-        tag = f"{ledger.arena[:6]}{ledger.boots}"
+        # The same for every start on this memory: peers know it from the generation's record.
+        tag = ledger.arena[:8]
         self.endpoint = self.network.endpoint(f"ipc://{directory}/c{tag}")
         self.bulk = self.network.serve(f"ipc://{directory}/b{tag}", shares.provide)
         self.clients = Clients()
@@ -69,6 +72,7 @@ class Smp:
             endpoint=self.endpoint,
             clients=self.clients,
             timing=timing,
+            memory_bytes_max=memory_bytes_max,
         )
         self.desk = Desk(self.driver, self.clients)
         self.listener = LocalListener(directory / "smp.sock")
@@ -79,26 +83,32 @@ class Smp:
         next_tick_s = 0.0
         while not self.desk.stopping and not self._orphaned():
             wait_s = min(TICK_S, max(0.0, next_tick_s - time.monotonic()))
-            ready = self.endpoint.wait([self.listener.fileno(), *self.clients.fds()], wait_s)
+            fds = [self.listener.fileno(), *self.clients.fds(), *self.driver.writer_fds()]
+            ready = self.endpoint.wait(fds, wait_s)
             for payload in self.endpoint.receive(0):
                 self.driver.hear(payload)
             self._serve_clients(ready)
             self.driver.jobs.reap()
+            self.driver.try_frozen()
             if time.monotonic() >= next_tick_s:
                 next_tick_s = time.monotonic() + TICK_S
                 self.driver.tick()
-                self.desk.seat_waiting()
+            self.desk.attend_waiting()
+            self._let_go()
 
     def _serve_clients(self, ready: list[int]) -> None:
         for fd in ready:
-            if fd == self.listener.fileno():
-                channel = self.listener.accept()
-                if channel is not None:
-                    self.clients.add(channel)
-                continue
             client = self.clients.at(fd)
             if client is not None:
                 self.desk.serve(client)
+        # A new connection may get the number of one that has just ended.
+        self._let_go()
+        if self.listener.fileno() in ready:
+            channel = self.listener.accept()
+            if channel is not None:
+                self.clients.add(channel)
+
+    def _let_go(self) -> None:
         for client in self.clients.drop_ended():
             self.desk.left(client)
 
@@ -154,6 +164,7 @@ def main(argv: list[str] | None = None) -> int:
             shares=shares,
             timing=timing,
             orphan_s=args.orphan_s,
+            memory_bytes_max=config.memory_bytes_max(),
         )
     except JaxftError as error:
         _log.error("cannot start: %s", error)

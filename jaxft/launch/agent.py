@@ -79,6 +79,7 @@ class Agent:
     def __init__(self, options: RunOptions, console: Console) -> None:
         self.options = options
         self.directory = options.directory()
+        self._host = options.host
         self._console = console
         self._identity = secrets.token_hex(8)
         self._lock = Lock(self.directory / "lock", f"job {options.job} on host {options.host}")
@@ -98,6 +99,7 @@ class Agent:
         self._watcher: StoreWatcher | None = None
         self._generation: Generation | None = None
         self._left = 0
+        self._checked = 0
         self._report: tuple[str, str] | None = None
         self._answers: dict[str, bool] = {}
         self._probed_s = 0.0
@@ -262,7 +264,7 @@ class Agent:
 
     def _persist(self, order: PersistOrder) -> None:
         generation = self._generation
-        index = generation.index_of(self.options.host) if generation is not None else None
+        index = generation.index_of(self._host) if generation is not None else None
         known = self._order.number if self._order is not None else 0
         self._order = order
         if order.result or not order.wanted:
@@ -323,7 +325,7 @@ class Agent:
 
     def _me(self) -> m.Me:
         return m.Me(
-            host=self.options.host,
+            host=self._host,
             agent=self._identity,
             entered=self._entered,
             running=self._ranks.running,
@@ -366,13 +368,13 @@ class Agent:
                     return False
                 self._enter(generation, index, reason)
             case m.KillRanks(generation=number, reason=reason):
-                self._leave(number, store, view.faults.get(number))
+                return self._leave(number, store, view.faults.get(number))
             case m.DeclareFault(fault, expect, _):
                 key = f"{FAULT}{fault.generation}"
                 if store.commit({key: expect}, {key: encode(fault)}):
                     self._tell_fault(fault)
             case m.ReportDone(generation=number, ranks=ranks):
-                store.commit({}, {f"{DONE}{number}/{self.options.host}": encode(ranks)})
+                store.commit({}, {f"{DONE}{number}/{self._host}": encode(ranks)})
         return True
 
     def _probe(self, members: tuple[Member, ...]) -> None:
@@ -385,7 +387,7 @@ class Agent:
 
     def _form(self, decision: m.Form, store: Store) -> None:
         generation = decision.generation
-        faults.reach("agent.forming", host=self.options.host, generation=generation.number)
+        faults.reach("agent.forming", host=self._host, generation=generation.number)
         put = {GENERATION: encode(generation)}
         if store.commit(decision.expect, put, decision.delete):
             self._events.emit(
@@ -401,7 +403,7 @@ class Agent:
 
     def _enter(self, generation: Generation, index: int | None, reason: str) -> None:
         """Old ranks are dead; the SMP is told; then the new ones are started."""
-        faults.reach("agent.entering", host=self.options.host, generation=generation.number)
+        faults.reach("agent.entering", host=self._host, generation=generation.number)
         self._ranks.kill()
         self._kill_helper()
         self._generation, self._report, self._order = generation, None, None
@@ -417,26 +419,34 @@ class Agent:
         if index is not None:
             self._ranks.start(generation, index)
 
-    def _leave(self, number: int, store: Store, fault: Fault | None) -> None:
-        """No rank of this generation lives here any more: the others may form the next one."""
+    def _leave(self, number: int, store: Store, fault: Fault | None) -> bool:
+        """Sees to it that no rank of this generation lives here any more, and then tells the
+        others, who may form the next one. That needs an SMP that answers: if the root has said
+        that this one does not, it is asked, or started again, first.
+        """
         self._kill_helper()
         self._ranks.kill()
+        reported = fault is not None and (fault.kind, fault.host) == ("smp_report", self._host)
+        if reported and self._checked != number:
+            self._checked = number
+            self._smp.check()
+        if not self._smp.is_sure:
+            return False
         self._left = max(self._left, number)
         # A port of its own for each generation: what is left of an older one must not meet it.
         old, self._port = self._port, ReservedPort()
         old.close()
-        if fault is not None and (fault.kind, fault.host) == ("smp_report", self.options.host):
-            self._smp.check()
         with contextlib.suppress(StoreError):
             self._write_progress(store, at_once=True)
         self._register()
+        return True
 
     def _tell_fault(self, fault: Fault) -> None:
         self._events.emit(
             "fault",
             generation=fault.generation,
             host=fault.host,
-            by=self.options.host,
+            by=self._host,
             kind=fault.kind,
             detail=fault.detail,
         )

@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxft import config
@@ -168,11 +169,31 @@ def local_store(job: str) -> str:
     return f"sqlite://{config.run_dir().absolute() / job}/store.db"
 
 
+@contextlib.contextmanager
+def local_job(job: str, store: str) -> Iterator[None]:
+    """Holds the job's lock on this machine, and takes away what is the job's alone afterwards.
+
+    What an earlier run left in its own store is cleared: generations are found again in the hosts'
+    memory.
+
+    Raises:
+        JobInUse: the job runs here already.
+    """
+    directory = config.run_dir().absolute() / job
+    lock = Lock(directory / ".lock", f"job {job} on this machine")
+    try:
+        clear_local_store(job, store)
+        yield
+    finally:
+        clear_local_store(job, store)
+        lock.release()
+        with contextlib.suppress(OSError):
+            directory.rmdir()
+
+
 def clear_local_store(job: str, url: str) -> None:
-    """Removes that store, if it is the one that is used, when no agent of the job runs."""
+    """Removes that store, if it is the one that is used. The job's lock is held."""
     directory = config.run_dir().absolute() / job
     if url == local_store(job):
         for name in ("store.db", "store.db-wal", "store.db-shm"):
             (directory / name).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            directory.rmdir()

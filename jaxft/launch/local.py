@@ -20,13 +20,14 @@ from types import FrameType
 import msgspec
 
 from jaxft import config
-from jaxft.errors import LaunchError, StoreError
+from jaxft.errors import JaxftError, LaunchError, StoreError
 from jaxft.group.records import JobEnd, read_view
 from jaxft.launch.agent import Interrupted
 from jaxft.launch.child import Child, end_all, kill_all
 from jaxft.launch.console import Console
-from jaxft.launch.hostdir import Lock, clear_local_store, make_private
+from jaxft.launch.hostdir import Lock, RankFile, remove
 from jaxft.launch.options import KILL_S, RunOptions
+from jaxft.launch.smp_process import SnapshotProcess
 from jaxft.launch.store import open_store
 from jaxft.status.events import EventLog
 
@@ -39,23 +40,17 @@ EXIT_USAGE = 2
 
 
 class LocalWorld:
-    """All agents of a job on this machine.
+    """All agents of a job on this machine, whose lock is held.
 
     Args:
         options: for all of them. `host` is replaced, and so is `store`, unless one is named.
         count: how many hosts, named host0, host1, ...
         respawn: start agents that were killed again.
-
-    Raises:
-        JobInUse: the job runs here already.
     """
 
     def __init__(self, options: RunOptions, count: int, *, respawn: bool) -> None:
         self._options = options
         self._respawn = respawn
-        self._directory = config.run_dir() / options.job
-        make_private(self._directory)
-        self._lock = Lock(self._directory / ".lock", f"job {options.job} on this machine")
         self._events = EventLog(config.events_dir(), host="local", role="launcher")
         self._console = Console("launcher", quiet=False)
         self._hosts = [f"host{index}" for index in range(count)]
@@ -64,6 +59,7 @@ class LocalWorld:
         self._deaths: dict[str, list[float]] = {host: [] for host in self._hosts}
         self._due: dict[str, float] = {}
         self._over_s: float | None = None
+        self._failed = True
         self._signal = 0
 
     def run(self) -> JobEnd:
@@ -76,8 +72,6 @@ class LocalWorld:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         try:
-            # What an earlier world wrote is found again in its hosts' memory.
-            clear_local_store(self._options.job, self._options.store)
             for host in self._hosts:
                 self._start(host, self._options.fresh)
             while self._agents or self._due:
@@ -95,7 +89,9 @@ class LocalWorld:
         finally:
             with contextlib.suppress(LaunchError):
                 kill_all(self._agents.values(), KILL_S)
-            self._clean()
+            for host in self._hosts:
+                self._clear_host(host)
+            self._events.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or number
@@ -147,16 +143,28 @@ class LocalWorld:
                 store.close()
         return None
 
+    def _clear_host(self, host: str) -> None:
+        """Ends what an agent that was killed, and not started again, has left."""
+        options = msgspec.structs.replace(self._options, host=host)
+        directory = options.directory()
+        if not directory.exists():
+            return
+        with contextlib.suppress(JaxftError):
+            lock = Lock(directory / "lock", f"host {host}")
+            try:
+                RankFile(directory / "ranks").kill_left(KILL_S)
+                smp = SnapshotProcess(
+                    options, directory, options.logs() / "smp.log", self._console.say
+                )
+                if smp.adopt():
+                    smp.stop()
+            finally:
+                remove(directory, lock, keep_logs=self._failed)
+
     def _result(self) -> JobEnd:
         end = self._end()
         if end is None:
             ends = ", ".join(f"{host}: {status}" for host, status in sorted(self._ended.items()))
             raise LaunchError(f"all agents are gone before the job was over ({ends})")
+        self._failed = not end.ok
         return end
-
-    def _clean(self) -> None:
-        self._events.close()
-        self._lock.release()
-        clear_local_store(self._options.job, self._options.store)
-        with contextlib.suppress(OSError):
-            self._directory.rmdir()

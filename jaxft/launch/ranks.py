@@ -18,7 +18,7 @@ from jaxft.launch.options import KILL_S, RunOptions
 from jaxft.status.events import EventLog
 
 PERSIST = "JAXFT_PERSIST"
-HELPER = ("-m", "jaxft.persist_helper")
+HELPER = ("-m", "jaxft.persist")
 
 
 class Ranks:

@@ -64,6 +64,11 @@ class Registration:
         if self._thread.ident is None:
             self._thread.start()
 
+    @property
+    def taken_by(self) -> str:
+        """The agent that has taken this host's name, if one has."""
+        return self._taken_by
+
     def silent_s(self) -> float:
         """For how long the store has not taken a renewal.
 

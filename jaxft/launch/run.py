@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from jaxft.errors import ConfigError, JaxftError, JobInUse
 from jaxft.group.records import JobEnd
 from jaxft.launch.agent import Agent, Interrupted
 from jaxft.launch.console import Console
-from jaxft.launch.hostdir import clear_local_store, make_private
+from jaxft.launch.hostdir import local_job, local_store
 from jaxft.launch.local import LocalWorld
 from jaxft.launch.options import RunOptions
 
@@ -34,11 +35,10 @@ def run_agent(options: RunOptions) -> int:
     console = Console(options.host, quiet=options.quiet)
 
     def run() -> JobEnd:
-        make_private(config.run_dir() / options.job)
-        try:
+        with contextlib.ExitStack() as stack:
+            if options.store == local_store(options.job):
+                stack.enter_context(local_job(options.job, options.store))
             return Agent(options, console).run()
-        finally:
-            clear_local_store(options.job, options.store)
 
     return _ended(run, options)
 
@@ -50,7 +50,12 @@ def run_local(options: RunOptions, count: int, *, respawn: bool) -> int:
         options: for all of them; `host` is not used.
         respawn: start an agent that died again, as a machine that comes back would.
     """
-    return _ended(lambda: LocalWorld(options, count, respawn=respawn).run(), options)
+
+    def run() -> JobEnd:
+        with local_job(options.job, options.store):
+            return LocalWorld(options, count, respawn=respawn).run()
+
+    return _ended(run, options)
 
 
 def check_command(command: tuple[str, ...]) -> None:

@@ -34,7 +34,7 @@ from jaxft.launch.options import RunOptions
 START_S = 30.0
 ANSWER_S = 5.0
 CHECK_S = 2.0
-STOP_S = 4.0
+STOP_S = 3.0
 SEND_S = 1.0
 QUICK_S = 60.0
 DEATHS_ON_MEMORY = 3
@@ -87,11 +87,22 @@ class SnapshotProcess:
 
     def begin(self) -> None:
         """Adopts the SMP that a dead agent left, or starts one."""
-        if self._socket.exists():
-            with contextlib.suppress(WireError):
-                self._adopt(connect(self._socket, 0.0))
-                return
-        self._start()
+        if not self.adopt():
+            self._start()
+
+    def adopt(self) -> bool:
+        """Adopts the SMP that a dead agent left, if there is one."""
+        if not self._socket.exists():
+            return False
+        with contextlib.suppress(WireError, ProcessLookupError):
+            channel = connect(self._socket, 0.0)
+            self._pidfd = os.pidfd_open(channel.peer_pid)
+            self.pid = channel.peer_pid
+            self._how = "adopted"
+            self._expect_answer(ANSWER_S)
+            self._hello(channel)
+            return True
+        return False
 
     @property
     def socket(self) -> Path:
@@ -101,6 +112,11 @@ class SnapshotProcess:
     def is_up(self) -> bool:
         """Has it answered, and is it there as far as is known?"""
         return self.welcome is not None
+
+    @property
+    def is_sure(self) -> bool:
+        """Is it up, with no answer outstanding?"""
+        return self.is_up and self._deadline_s is None
 
     def fds(self) -> list[int]:
         """What to wait for: its death, and its messages."""
@@ -195,13 +211,6 @@ class SnapshotProcess:
         self._pidfd = os.pidfd_open(self.pid)
         self._how = "restarted" if self._fds else "started"
         self._expect_answer(START_S)
-
-    def _adopt(self, channel: LocalChannel) -> None:
-        self.pid = channel.peer_pid
-        self._pidfd = os.pidfd_open(self.pid)
-        self._how = "adopted"
-        self._expect_answer(ANSWER_S)
-        self._hello(channel)
 
     def _mind_deaths(self) -> None:
         now_s = time.monotonic()

@@ -36,7 +36,7 @@ _STATE_STYLES = {
 # What a restore's source is called.
 SOURCES = {
     "own": "own memory",
-    "peer": "peers' memory",
+    "peer": "peers",
     "rebuilt": "parity",
     "orbax": "Orbax",
     "none": "the start",
@@ -132,7 +132,7 @@ class Display:
         if self._live is not None:
             return
         if line is not None:
-            self.console.print(line)
+            self.console.print(line, soft_wrap=True)
         elif event["event"] == "step" and view.step != self._plain_step:
             self._plain_step = view.step
             if view.step % PLAIN_STEPS == 0:

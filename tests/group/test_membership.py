@@ -109,8 +109,8 @@ class Board:
         return self.generation
 
 
-def me(host: str = "host0", agent: str = "a", **more: object) -> m.Me:
-    return msgspec.structs.replace(m.Me(host=host, agent=f"{host}-{agent}"), **more)
+def me(host: str = "host0", **more: object) -> m.Me:
+    return msgspec.structs.replace(m.Me(host=host, agent=f"{host}-a"), **more)
 
 
 def inside(number: int, host: str = "host0", **more: object) -> m.Me:
@@ -572,8 +572,9 @@ def test_the_loss_of_a_host_replaces_what_was_only_its_consequence() -> None:
 def test_the_end_is_the_end_for_all() -> None:
     board = Board(*NAMES)
     board.form()
-    board.put(END, JobEnd(kind="script", reason="no good"))
-    assert decide(board, inside(1)) == m.Finish(board.view().end, True, "no good")
+    end = JobEnd(kind="script", reason="no good")
+    board.put(END, end)
+    assert decide(board, inside(1)) == m.Finish(end, True, "no good")
 
 
 def test_a_record_of_another_version_is_an_error_that_names_it() -> None:

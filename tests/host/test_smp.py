@@ -1,29 +1,11 @@
-"""Real snapshot processes: a snapshot's way, the loss of any host, and flipped bytes."""
+"""Real snapshot processes: a snapshot's way, and the loss of any host."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
 from jaxft.group.world import Code
-from tests.host.world import Host, World, segments
-
-
-@pytest.fixture
-def make_hosts(tmp_path: Path) -> Iterator[Callable[[int], list[Host]]]:
-    made: list[Host] = []
-
-    def make(count: int, first: int = 0) -> list[Host]:
-        fresh = [Host(f"h{first + i}", tmp_path) for i in range(count)]
-        made.extend(fresh)
-        return fresh
-
-    yield make
-    for host in made:
-        host.close()
-
+from tests.host.world import World, segments
 
 CODE = Code(data=3, parity=1)
 
@@ -31,26 +13,22 @@ CODE = Code(data=3, parity=1)
 def test_a_snapshot_is_committed_and_its_bytes_come_back(make_hosts):
     hosts = make_hosts(4)
     world = World(hosts, 1, CODE)
-    assert world.settle().chosen is None
+    assert world.restore().chosen is None
     datas = segments(4)
     assert world.save(0, 10, datas).ok
-    again = World(hosts, 2, CODE)
-    plan = again.plan()
+    plan = World(hosts, 2, CODE).restore(datas)
     assert (plan.source, plan.step) == ("own", 10)
-    again.check(datas)
 
 
-@pytest.mark.parametrize("lost", range(4))
-def test_any_lost_host_is_rebuilt(make_hosts, lost):
+def test_any_lost_host_is_rebuilt(make_hosts):
     hosts = make_hosts(4)
     world = World(hosts, 1, CODE)
-    world.settle()
     datas = segments(4)
-    assert world.save(0, 10, datas).ok
-    hosts[lost].lose()
-    hosts[lost] = make_hosts(1, first=10)[0]
-    again = World(hosts, 2, CODE)
-    assert again.plan().source == "rebuilt"
-    again.check(datas)
-    again.settle()
-    assert again.save(0, 11, datas).ok
+    world.restore()
+    for lost in range(4):
+        assert world.save(0, lost, datas).ok
+        hosts[lost].lose()
+        hosts[lost] = make_hosts(1, first=10 + lost)[0]
+        world = World(hosts, lost + 2, CODE)
+        plan = world.restore(datas)
+        assert (plan.source, plan.step) == ("rebuilt", lost)

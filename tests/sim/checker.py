@@ -60,6 +60,7 @@ class Checker:
         self.commits: list[SnapshotId] = []
         self.told_commits: list[SnapshotId] = []
         self.bases: dict[int, SnapshotId | None] = {}
+        self.absent: dict[SnapshotId, set[str]] = {}
         self.damaged: set[tuple[SnapshotId, str]] = set()
         self.announced: list[tuple[str, Mapping[str, str | int | float]]] = []
         self.odd = False
@@ -205,6 +206,10 @@ class Checker:
             self.told = record.base
         if self.newest is None or self.newest.generation < record.generation:
             self.newest = record.base
+        if record.base is not None:
+            here = self.arenas[record.generation].keys()
+            away = self.absent.setdefault(record.base, set())
+            away |= self.by_arena(record.base).keys() - here
 
     # ------------------------------------------------------------------ writes
 
@@ -262,8 +267,10 @@ class Checker:
     # ------------------------------------------------------------------ I1
 
     def lost(self, identity: SnapshotId) -> set[str]:
-        """The hosts of this snapshot's world whose share is gone with their memory, or damaged."""
+        """The hosts of this snapshot's world whose share is gone with their memory, or damaged, or
+        that were away when a generation went on from it."""
         gone = {name for damaged, name in self.damaged if damaged >= identity}
+        gone |= self.absent.get(identity, set())
         for name, arena in self.by_arena(identity).items():
             memory = self.sim.by_name[name].memory
             if memory is None or memory.arena != arena:
@@ -292,8 +299,11 @@ class Checker:
         self.changed = False
         if self.told is None or not self.sim.setup.check_budget or not self.within_budget(()):
             return
+        away = sorted(self.absent.get(self.newest, ())) if self.newest is not None else []
         for pattern in self._patterns(self.told):
             self.check_loss(pattern)
+            if away:
+                self.check_loss((*pattern, *away))
 
     def _patterns(self, identity: SnapshotId) -> list[tuple[str, ...]]:
         """The empty one and those that use the whole budget, or some of them."""
@@ -344,6 +354,8 @@ class Checker:
             holds = memory.find(plan.chosen) if memory is not None and plan.chosen else None
             assert holds is not None
             content = holds[1]
+            if Damage(place) in plan.damaged:
+                continue
             if content.manifest is None:
                 found.add(Damage(place))
                 continue

@@ -77,6 +77,8 @@ class Rank:
         self.staged = False
         self.blocked = False
         self.writer: Writer | None = None
+        self.part: e.PartStaged | None = None
+        self.failed: e.StagingFailed | None = None
         self.later(self.sim.soon(0.02, 0.3), self._join)
 
     # ------------------------------------------------------------------ living and dying
@@ -137,9 +139,16 @@ class Rank:
             if current is self.generation and smp.core.keeper.frozen:
                 self.smp = smp
                 smp.deliver(e.RankJoined(self.number, self._options()))
-                if self.saving is not None:
-                    self._ask()
+                self._repeat()
         self.later(0.15, self._join)
+
+    def _repeat(self) -> None:
+        """To an SMP that was started again: what is still open."""
+        if self.saving is not None:
+            self._ask()
+        for said in (self.part, self.failed):
+            if said is not None:
+                self._tell(said)
 
     def _options(self) -> RankOptions:
         setup = self.sim.setup
@@ -285,6 +294,7 @@ class Rank:
             self.saving = self.state
             self.last_step = self.state.step
             self.staged = False
+            self.part = self.failed = None
             self.digest = "plan"
             if self.sim.chance(self.sim.odd_plans):
                 self.digest = f"odd plan {self.number}"
@@ -300,16 +310,18 @@ class Rank:
         self._tell(ask)
 
     def _write(self, grant: e.Grant) -> None:
-        if self.saving is None or grant.id.seq != self.asked or self.staged:
+        """A slot was granted; once more after a restart of the SMP, and then there is no more to do
+        than goes on already."""
+        if self.saving is None or grant.id.seq != self.asked or self.staged or self.writer:
+            return
+        if self.part is not None or self.failed is not None:
             return
         if self.sim.chance(self.sim.staging_fails):
-            self._tell(e.StagingFailed(self.number, grant.id.seq, "leaf w could not be copied"))
+            self.failed = e.StagingFailed(self.number, self.asked, "leaf w could not be copied")
+            self._tell(self.failed)
             return
-        if self.writer is None:
-            self.writer = Writer(grant, self.saving)
-            self.later(self.sim.soon(0.005, 0.05), self._piece)
-        else:
-            self.writer = Writer(grant, self.saving)
+        self.writer = Writer(grant, self.saving)
+        self.later(self.sim.soon(0.005, 0.05), self._piece)
 
     def _piece(self) -> None:
         """One piece lands in the slot."""
@@ -334,7 +346,9 @@ class Rank:
             return
         self.writer = None
         part = Part(self.number, 64 * self.local, 64, (), checksums(tokens))
-        self._tell(e.PartStaged(self.number, grant.id.seq, part))
+        self.part = e.PartStaged(self.number, grant.id.seq, part)
+        if self.known < grant.id.seq:
+            self._tell(self.part)
         self._go_on()
 
     def _outcome(self, outcome: Outcome) -> None:
@@ -346,7 +360,7 @@ class Rank:
         self.intervals[outcome.seq + 2] = outcome.interval
         if outcome.seq >= self.asked:
             self.last_step = outcome.step
-            self.saving = None
+            self.saving = self.part = self.failed = None
         self._go_on()
 
     def _go_on(self) -> None:

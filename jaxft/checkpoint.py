@@ -1,0 +1,308 @@
+"""What is in a directory of checkpoints: its names, and what jaxft writes beside the state.
+
+    DIRECTORY/
+      100/                     step 100, for `orbax.checkpoint.CheckpointManager(DIRECTORY)`
+        default/               the state, as Orbax's StandardSave writes it
+        jaxft_bytes/           leaves that Orbax cannot hold, as their bytes
+        jaxft/metadata         the `Record`, in JSON
+      jaxft-writing-3.7-1f00/  becomes a checkpoint
+      jaxft-replaced-100/      what was step 100, while another checkpoint takes its name
+      jaxft-removed-100/       is being deleted
+
+The rules:
+- A checkpoint is written under a name that no reader looks at, and has its step's name from one
+  rename on. What is deleted loses its name first. So whatever has a step's name is whole.
+- After a rollback the same steps come again. The old checkpoint of a step steps aside, the new one
+  takes its name, then the old one is deleted. One that has stepped aside still counts for jaxft
+  until then; plain Orbax sees neither for that moment.
+- What plain Orbax wrote is read, and deleted only by a new checkpoint of the same step.
+
+Nothing here imports JAX or Orbax: a rank lists the checkpoints each time it starts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from jaxft.errors import RestoreError
+from jaxft.faults import reach
+from jaxft.group.manifest import Leaf, SnapshotId
+from jaxft.group.manifest import Path as LeafPath
+from jaxft.group.messages import Lineage, StorageEntry
+from jaxft.group.recovery import abandoned
+
+_log = logging.getLogger(__name__)
+
+VERSION = 1
+TREE, BYTES, RECORD = "default", "jaxft_bytes", "jaxft"
+RECORD_FILE = "metadata"
+_STEP = re.compile(r"0|[1-9]\d*")
+_WRITING, _REPLACED, _REMOVED = "jaxft-writing-", "jaxft-replaced-", "jaxft-removed-"
+
+
+class StoredLeaf(msgspec.Struct, frozen=True):
+    """`where` is "tree" (in `default`, at its own path), "bytes" (in `jaxft_bytes`, by number) or
+    "record" (nowhere else: it has no bytes, or is a scalar, whose value is in `leaf` anyway)."""
+
+    leaf: Leaf
+    where: str
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What jaxft must know of a checkpoint that it wrote.
+
+    `number` counts the checkpoints of the directory. `extras` are what each rank saved with it, in
+    MessagePack.
+    """
+
+    version: int = VERSION
+    id: SnapshotId
+    step: int
+    lineage: tuple[Lineage, ...] = ()
+    number: int = 0
+    leaves: tuple[StoredLeaf, ...] = ()
+    extras: dict[int, bytes] = {}
+
+    @property
+    def entry(self) -> StorageEntry:
+        return StorageEntry(self.step, self.id, self.lineage)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint: where it is and what it is. `record` is None where plain Orbax wrote it."""
+
+    path: Path
+    entry: StorageEntry
+    record: Record | None
+
+
+class Directory:
+    """The checkpoints in a local (or mounted) directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    # -------------------------------------------------------------------- reading
+
+    def found(self) -> list[Found]:
+        """All checkpoints that are whole, by ascending step; none where there is no directory.
+
+        Raises:
+            RestoreError: the directory cannot be read.
+        """
+        try:
+            names = {path.name for path in self.path.iterdir()} if self.path.exists() else set()
+        except OSError as error:
+            raise RestoreError(f"checkpoint directory {self.path}: {error}") from error
+        steps = {name: name for name in names if _STEP.fullmatch(name)}
+        for name in names:
+            step = name.removeprefix(_REPLACED)
+            if step != name and _STEP.fullmatch(step):
+                steps.setdefault(step, name)
+        everything = [self._look(int(step), self.path / name) for step, name in steps.items()]
+        return sorted(
+            (one for one in everything if one is not None), key=lambda one: one.entry.step
+        )
+
+    def _look(self, step: int, path: Path) -> Found | None:
+        if not path.is_dir():
+            return None
+        if not (path / RECORD).exists():
+            return Found(path, StorageEntry(step), None)
+        try:
+            record = read_record(path)
+        except RestoreError as error:
+            _log.error("%s; it does not count", error)
+            return None
+        if record.step != step:
+            _log.error(
+                "checkpoint %s says that it is step %d; it does not count", path, record.step
+            )
+            return None
+        return Found(path, record.entry, record)
+
+    def find(self, entry: StorageEntry) -> Found:
+        """The checkpoint that was listed as this entry.
+
+        Raises:
+            RestoreError: it is not there any more.
+        """
+        for found in self.found():
+            if (found.entry.step, found.entry.id) == (entry.step, entry.id):
+                return found
+        what = "plain checkpoint" if entry.id is None else f"checkpoint of snapshot {entry.id}"
+        raise RestoreError(f"{self.path} has no {what}, step {entry.step}, any more")
+
+    # -------------------------------------------------------------------- writing
+
+    def begin(self, identity: SnapshotId) -> tuple[Path, int]:
+        """A path to write a checkpoint to, and its number. Clears what dead writers left."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        for path in list(self.path.iterdir()):
+            step = path.name.removeprefix(_REPLACED)
+            if path.name.startswith((_WRITING, _REMOVED)):
+                shutil.rmtree(path)
+            elif step != path.name and (self.path / step).exists():
+                self._remove(path)
+        numbers = [one.record.number for one in self.found() if one.record is not None]
+        return self.writing(identity), 1 + max(numbers, default=0)
+
+    def writing(self, identity: SnapshotId) -> Path:
+        return self.path / f"{_WRITING}{identity}-{identity.nonce}"
+
+    def commit(self, written: Path, step: int) -> None:
+        """Gives what was written the name of its step."""
+        target, aside = self.path / str(step), self.path / f"{_REPLACED}{step}"
+        if target.exists():
+            self._remove(aside)
+            target.rename(aside)
+            reach("checkpoint.replaced", step=step)
+        written.rename(target)
+        self._remove(aside)
+
+    def retain(self, record: Record, keep: int) -> None:
+        """Deletes what is no longer wanted after `record` has been committed.
+
+        What stays, beside it: the `keep` - 1 that were written before it, of those that are not
+        abandoned, and all that plain Orbax wrote.
+        """
+        ours = [one for one in self.found() if one.record is not None]
+        wanted = [one for one in ours if abandoned(_id(one), record.lineage) is None]
+        wanted.sort(key=lambda one: (_id(one) == record.id, _number(one)))
+        kept = {one.path for one in wanted[-keep:]}
+        for one in ours:
+            if one.path not in kept and _id(one) != record.id:
+                self._remove(one.path)
+
+    def _remove(self, path: Path) -> None:
+        if path.exists():
+            nameless = self.path / f"{_REMOVED}{path.name}"
+            shutil.rmtree(nameless, ignore_errors=True)
+            path.rename(nameless)
+            shutil.rmtree(nameless)
+
+
+def _id(found: Found) -> SnapshotId:
+    assert found.record is not None
+    return found.record.id
+
+
+def _number(found: Found) -> int:
+    assert found.record is not None
+    return found.record.number
+
+
+def read_record(path: Path) -> Record:
+    """Reads the record of the checkpoint at `path`.
+
+    Raises:
+        RestoreError: there is none that this jaxft can read.
+    """
+    try:
+        record = msgspec.json.decode((path / RECORD / RECORD_FILE).read_bytes(), type=Record)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RestoreError(f"checkpoint {path}: its record cannot be read: {error}") from error
+    if record.version != VERSION:
+        raise RestoreError(
+            f"checkpoint {path} has version {record.version}, this jaxft reads version {VERSION}"
+        )
+    return record
+
+
+# -------------------------------------------------------------------- what goes where
+
+# What Orbax gives back bit for bit (0.12.8, tried one by one).
+_ORBAX_DTYPES = frozenset(
+    (
+        *("bool", "int2", "int4", "int8", "int16", "int32", "int64"),
+        *("uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64", "bfloat16"),
+        *("complex64", "complex128", "float4_e2m1fn", "float8_e3m4", "float8_e4m3b11fnuz"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+)
+_ORBAX_SCALARS = frozenset({"bool", "int", "float"})
+_INT_BYTES_MAX = 8
+
+
+def names(path: LeafPath) -> tuple[str, ...]:
+    """What Orbax calls the nodes on the way to a leaf."""
+    return tuple(
+        str(tuple(json.loads(str(key)))) if kind == "t" else str(key) for kind, key in path
+    )
+
+
+def place(leaves: Sequence[Leaf]) -> tuple[StoredLeaf, ...]:
+    """Decides where each leaf is stored: in Orbax's tree if it comes back from there the same.
+
+    What Orbax cannot hold: arrays without elements, some dtypes, most scalars, two leaves of the
+    same name (it joins names by dots, so that `{"a.b": x}` and `{"a": {"b": y}}` are one to it).
+    """
+    tree = _Names()
+    return tuple(StoredLeaf(leaf, _where(leaf, tree)) for leaf in leaves)
+
+
+def _where(leaf: Leaf, tree: _Names) -> str:
+    if leaf.kind == "literal":
+        is_held = leaf.dtype in _ORBAX_SCALARS and len(leaf.literal) <= _INT_BYTES_MAX
+        return "tree" if is_held and tree.take(leaf.path) else "record"
+    if 0 in leaf.shape:
+        return "record"
+    return "tree" if leaf.dtype in _ORBAX_DTYPES and tree.take(leaf.path) else "bytes"
+
+
+class _Names:
+    """The names that are taken in a tree of Orbax's."""
+
+    def __init__(self) -> None:
+        self._joined: set[str] = set()
+        self._leaves: set[tuple[str, ...]] = set()
+        self._nodes: dict[tuple[str, ...], bool] = {}
+
+    def take(self, path: LeafPath) -> bool:
+        """Takes the name of this leaf, unless it is taken, or Orbax has no name for it."""
+        name = names(path)
+        nodes = {name[:depth]: _is_index(path[depth][0]) for depth in range(len(path))}
+        if (
+            not path
+            or ".".join(name) in self._joined
+            or name in self._nodes
+            or any(node in self._leaves for node in nodes)
+            or any(self._nodes.get(node, is_list) != is_list for node, is_list in nodes.items())
+        ):
+            return False
+        self._joined.add(".".join(name))
+        self._leaves.add(name)
+        self._nodes.update(nodes)
+        return True
+
+
+def _is_index(kind: str) -> bool:
+    return kind in ("i", "f")
+
+
+def nest(pairs: Iterable[tuple[LeafPath, Any]]) -> Any:
+    """The tree of dicts and lists that Orbax makes of a tree with these leaves.
+
+    Sequences become lists, in which None stands for what has no leaf; all else becomes dicts.
+    """
+    children: dict[str, list[tuple[LeafPath, Any]]] = {}
+    is_list = False
+    for path, value in pairs:
+        if not path:
+            return value
+        is_list = _is_index(path[0][0])
+        children.setdefault(names(path[:1])[0], []).append((path[1:], value))
+    if not is_list:
+        return {name: nest(below) for name, below in children.items()}
+    numbers = {int(name): below for name, below in children.items()}
+    return [nest(numbers[i]) if i in numbers else None for i in range(1 + max(numbers))]

@@ -1,0 +1,108 @@
+"""The next world: which hosts, in which order, and who else has memory.
+
+Rules
+- Hosts with memory come first, then those of the last generation, then by name.
+- Everybody keeps the place of the last generation, and so their ranks keep their numbers; newcomers
+  take the places of the lost.
+- A host with memory that is left out lends it: a spare, and one whose agent is dead but whose SMP
+  may still answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from jaxft.group.placement import form_groups
+from jaxft.group.records import HostRecord, View
+from jaxft.group.world import Code, Generation, Member
+
+
+def next_generation(
+    view: View,
+    ready: Mapping[str, HostRecord],
+    silent: Iterable[Member],
+    *,
+    job: str,
+    code: Code,
+    hosts_max: int,
+    nonce: str,
+    reason: str,
+) -> Generation:
+    """The generation after the newest one.
+
+    Args:
+        view: what is in the store.
+        ready: the hosts that can take part, by name.
+        silent: members of the last generation without an agent, whose SMP may still answer.
+        job, code, hosts_max: what the job asks for.
+        nonce: random.
+        reason: for people.
+    """
+    hosts = in_order(choose(view, ready, hosts_max), view.generation)
+    names = {record.host for record in hosts}
+    spares = [record for host, record in sorted(ready.items()) if host not in names]
+    lenders = [record.member() for record in spares if has_memory(view, record)]
+    return Generation(
+        job=job,
+        number=view.next_number,
+        nonce=nonce,
+        hosts=tuple(record.member() for record in hosts),
+        groups=form_groups(len(hosts), code, [record.domain for record in hosts]),
+        code=code,
+        coordinator=hosts[0].coordinator,
+        holders=tuple(msgspec.structs.replace(one, ranks=0) for one in (*lenders, *silent)),
+        fresh=_fresh(view, hosts),
+        reason=reason,
+    )
+
+
+def choose(view: View, ready: Mapping[str, HostRecord], hosts_max: int) -> list[HostRecord]:
+    """At most `hosts_max` hosts: those with memory first, then those of the last generation."""
+    known = {member.host for member in view.generation.hosts} if view.generation else set()
+    ranked = sorted(
+        ready.values(),
+        key=lambda r: (not has_memory(view, r), r.host not in known, natural(r.host)),
+    )
+    return ranked[:hosts_max]
+
+
+def in_order(chosen: list[HostRecord], last: Generation | None) -> list[HostRecord]:
+    """Everybody keeps their place; newcomers take those of the lost, in order of their names."""
+    by_name = {record.host: record for record in chosen}
+    known = [member.host for member in last.hosts] if last is not None else []
+    new = sorted((r for r in chosen if r.host not in known), key=lambda r: natural(r.host))
+    placed = []
+    for host in known:
+        if host in by_name:
+            placed.append(by_name[host])
+        elif new:
+            placed.append(new.pop(0))
+    return placed + new
+
+
+def has_memory(view: View, record: HostRecord) -> bool:
+    """Does this host hold a snapshot? Members of a generation that has settled do."""
+    if record.snapshot is not None:
+        return True
+    last = view.generation
+    return (
+        last is not None
+        and last.number in view.progress
+        and any(record.arena == member.arena for member in last.hosts)
+    )
+
+
+def _fresh(view: View, hosts: list[HostRecord]) -> bool:
+    """Is earlier memory to be ignored? Only until a generation that did so has settled."""
+    last = view.generation
+    if last is not None and last.fresh and last.number not in view.progress:
+        return True
+    return all(record.fresh and record.left == 0 for record in hosts)
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sorts host2 before host10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

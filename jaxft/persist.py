@@ -1,0 +1,269 @@
+"""The persist helper of one host: `python -m jaxft.persist`, started by the agent for one order.
+
+    started -> ready -> the snapshot is decided -> copied -> written
+               |        |                          |         |
+               |        |                          |         all helpers have written, the first
+               |        |                          |         one has given the checkpoint its name
+               |        |                          the slot is let go
+               |        committed snapshots go on meanwhile, the order names one of them
+               JAX and Orbax are imported, the helpers' own world is formed
+
+The rules:
+- The helpers of all hosts are a JAX world of their own, on CPU, with one process a host. Each reads
+  its share of the arrays out of its SMP, through the same checks as a restore.
+- Only the copy runs at normal priority; what comes before and after it leaves the cores to the
+  training. (A thread cannot get its priority back, so that what comes before is another thread's.)
+- A helper may be killed at any moment: what was a checkpoint stays one, see `checkpoint`.
+- A helper ends when its order does, when its SMP lets it go, and after WHOLE_S at the latest. It
+  leaves by `os._exit`: threads of JAX and Orbax may wait for helpers that are dead.
+
+Its variables are a rank's (see `config`), with JAXFT_RANK the host's index and JAXFT_RANKS the
+number of hosts, and JAXFT_PERSIST, the order's number. JAX is imported after they were read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jaxft import config, faults
+from jaxft.checkpoint import Record, place
+from jaxft.errors import ConfigError, JaxftError, SnapshotLost
+from jaxft.faults import reach
+from jaxft.group.messages import PersistOrder
+from jaxft.host import protocol as p
+from jaxft.host.client import SmpClient, greeting
+
+_log = logging.getLogger(__name__)
+
+NICE = 10
+CONNECT_S = 60.0
+RECONNECT_S = 20.0
+MEET_S = 120  # for all helpers to be there
+COPY_S = 120.0
+RESULT_S = 60.0
+WHOLE_S = 3600.0
+HEARTBEAT_S = 100
+LOOPBACK = "127.0.0.1"
+
+
+def main() -> int:
+    """Persists once; returns the exit status."""
+    env, number = config.RankEnv.from_environ(), config.persist_number()
+    if env is None or number is None:
+        raise ConfigError("a persist helper is started by the agent, with its JAXFT_* variables")
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s {env.host} persist[{os.getpid()}] %(levelname)s %(message)s",
+    )
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    faults.arm(config.faults_text())
+    _set_jax_apart(env.ranks)
+    hello = greeting("helper", generation=env.generation, nonce=env.nonce, rank=env.rank)
+    try:
+        client = SmpClient(Path(env.smp), hello, connect_s=CONNECT_S, reconnect_s=RECONNECT_S)
+    except JaxftError as error:
+        _log.error("%s", error)
+        return 1
+    return Helper(client, env, number).run()
+
+
+def _set_jax_apart(hosts: int) -> None:
+    """JAX on one CPU device, whatever the variables say that the ranks were started with."""
+    for name in list(os.environ):
+        if name.startswith(("JAX_", "XLA_", "LIBTPU_")):
+            del os.environ[name]
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_NUM_CPU_DEVICES"] = "1"
+    os.environ["JAX_ENABLE_X64"] = "true"
+    os.environ["JAX_ENABLE_PREEMPTION_SERVICE"] = "false"
+    if hosts > 1:
+        os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
+
+
+class Helper:
+    """One host's part in one order."""
+
+    def __init__(self, client: SmpClient, env: config.RankEnv, number: int) -> None:
+        self.client = client
+        self.env = env
+        self.number = number
+        self._written = False
+
+    def run(self) -> int:
+        """Does it; returns the exit status. 0: the checkpoint is written, by all."""
+        threading.Thread(target=self._watch, daemon=True, name="jaxft-persist-watch").start()
+        try:
+            return self._persist()
+        except Exception as error:  # noqa: BLE001 (the root must hear of whatever it is)
+            _log.exception("persist %d failed", self.number)
+            detail = f"{type(error).__name__}: {error}".partition("\n")[0][:500]
+            self._say("failed", detail=detail)
+            _log.error("persist %d failed: %s", self.number, detail)
+            return 1
+
+    def _persist(self) -> int:
+        with contextlib.ExitStack() as stack:
+            coordinator = ""
+            if self.env.rank == 0 and self.env.ranks > 1:
+                coordinator = f"{LOOPBACK}:{stack.enter_context(_reserve()).getsockname()[1]}"
+            self._say("starting", coordinator=coordinator)
+            with ThreadPoolExecutor(1) as low:
+                low.submit(self._prepare).result(CONNECT_S + 2 * MEET_S)
+        self._say("ready")
+        self._reach("ready")
+        told = self.client.wait(self._decided, WHOLE_S, "the word which snapshot to persist")
+        self._reach("decided")
+        self._write(told)
+        if self.env.ranks > 1:
+            import jax
+
+            jax.distributed.shutdown()
+        self._reach("written")
+        self._written = True
+        self._say("written")
+        order = self.client.wait(self._over, RESULT_S, "the word that all have written")
+        return 0 if self._is_good(order) else 1
+
+    def _prepare(self) -> None:
+        """All that can be done before it is known what to write."""
+        _lower_priority()
+        import jax
+        import orbax.checkpoint  # noqa: F401
+
+        if self.env.ranks > 1:
+            coordinator = self.client.wait(
+                lambda: self._order_is("coordinator"), MEET_S, "the first host's helper"
+            ).coordinator
+            jax.distributed.initialize(
+                coordinator_address=coordinator,
+                coordinator_bind_address=coordinator,
+                num_processes=self.env.ranks,
+                process_id=self.env.rank,
+                initialization_timeout=MEET_S,
+                heartbeat_timeout_seconds=HEARTBEAT_S,
+                shutdown_timeout_seconds=int(RESULT_S),
+            )
+        jax.devices()
+
+    def _write(self, told: p.PersistTold) -> None:
+        """Copies the snapshot, lets it go, and writes it."""
+        import jax
+        import numpy as np
+
+        from jaxft.export import copies, write
+        from jaxft.restorer import SnapshotReader
+
+        order, options = told.order, self.client.welcome.options
+        if order.id is None or options is None or not options.directory:
+            raise ConfigError("this host's ranks named no directory for checkpoints")
+        reader = SnapshotReader(self.client, order.id, told.own, attempt=None, timeout_s=COPY_S)
+        leaves = next(iter(reader.manifests.values())).leaves
+        stored = place([leaf for leaf in leaves if leaf.kind != "empty"])
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("host",))
+        arrays = reader.assemble(copies(reader.manifests.values(), stored, mesh))
+        self._say("copied")
+        self._reach("copied")
+        _lower_priority()
+        record = Record(
+            id=order.id,
+            step=order.step,
+            lineage=told.lineage,
+            leaves=stored,
+            extras={
+                part.rank: part.extras
+                for manifest in reader.manifests.values()
+                for part in manifest.parts
+            },
+        )
+        del reader
+        self._reach("writing")
+        write(
+            Path(options.directory),
+            record,
+            {int(name): array for name, array in arrays.items()},
+            [leaf for leaf in leaves if leaf.kind == "empty"],
+            keep=options.persist_keep,
+            may_commit=self._may_commit,
+        )
+
+    # -------------------------------------------------------------------- the order
+
+    def _order_is(self, known: str) -> PersistOrder | None:
+        """The order, once it says this."""
+        order = self.client.persist
+        is_ours = order is not None and order.number == self.number
+        return order if is_ours and getattr(order, known) else None
+
+    def _decided(self) -> p.PersistTold | None:
+        return self.client.persist_told if self._order_is("id") is not None else None
+
+    def _may_commit(self) -> None:
+        """The last look before the checkpoint can be seen."""
+        self._reach("committing")
+        order = self.client.persist
+        if self.client.failure is not None:
+            raise self.client.failure
+        if order is None or order.number != self.number or not order.wanted:
+            raise SnapshotLost("the order was withdrawn while its checkpoint was written")
+
+    def _watch(self) -> None:
+        """Ends this process with its order, wherever it is waiting."""
+        try:
+            order = self.client.wait(self._over, WHOLE_S, "the end of this persist")
+        except JaxftError as error:
+            _log.error("persist %d is given up: %s", self.number, error)
+            os._exit(1)
+        if not self._is_good(order):
+            reason = order.result if order.number == self.number else "another has begun"
+            _log.error("persist %d is over: %s", self.number, reason)
+            os._exit(1)
+
+    def _is_good(self, order: PersistOrder) -> bool:
+        """Did our order end well? The root's next one may be heard instead of its result."""
+        if order.number == self.number:
+            return order.result == "written"
+        return self._written
+
+    def _over(self) -> PersistOrder | None:
+        order = self.client.persist
+        if order is None or (order.number == self.number and order.wanted):
+            return None
+        return order if order.number >= self.number else None
+
+    # -------------------------------------------------------------------- saying things
+
+    def _say(self, state: str, *, coordinator: str = "", detail: str = "") -> None:
+        message = p.HelperState(
+            number=self.number, state=state, coordinator=coordinator, detail=detail
+        )
+        _log.info("persist %d: %s", self.number, state)
+        self.client.say(message, open_as="helper")
+
+    def _reach(self, point: str) -> None:
+        reach(f"persist.{point}", host=self.env.host, rank=self.env.rank, number=self.number)
+
+
+def _reserve() -> socket.socket:
+    """A port that nobody else is given and that the coordinator, which sets the same option, can
+    still listen on."""
+    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind((LOOPBACK, 0))
+    return reserved
+
+
+def _lower_priority() -> None:
+    """For this thread, and the threads that it starts from now on (see setpriority(2))."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    os._exit(main())

@@ -1,0 +1,128 @@
+"""A host's record in the store: kept, brought up to date, lost, taken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from jaxft.errors import JobInUse
+from jaxft.group.records import (
+    END,
+    FAULT,
+    HOST,
+    NUMBER,
+    Fault,
+    HostRecord,
+    JobEnd,
+    read_view,
+)
+from jaxft.group.world import Member, encode
+from jaxft.host.local import LocalListener
+from jaxft.launch.agent import clear_ended_run
+from jaxft.launch.probe import answering
+from jaxft.launch.registration import Registration, StoreWatcher
+from jaxft.launch.store import Store, open_store
+
+KEY = f"{HOST}a"
+RECORD = HostRecord(host="a", agent="1", arena="m", address="ipc:///a", coordinator="127.0.0.1:1")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(str(tmp_path / "store.db"), job="j")
+    yield opened
+    opened.close()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def registered(store: Store) -> HostRecord | None:
+    entry = store.read(KEY).get(KEY)
+    return None if entry is None else msgspec.msgpack.decode(entry.value, type=HostRecord)
+
+
+def test_a_record_is_kept_changed_and_released(store: Store) -> None:
+    registration = Registration(store, 0.5)
+    registration.put(RECORD)
+    assert registered(store) == RECORD
+    deadline_s = time.monotonic() + 1.2
+    while time.monotonic() < deadline_s:
+        assert registered(store) == RECORD
+        time.sleep(0.02)
+    assert registration.silent_s() < 0.5
+    later = msgspec.structs.replace(RECORD, left=4)
+    registration.put(later)
+    assert registered(store) == later
+    registration.release()
+    assert registered(store) is None
+
+
+def test_a_record_that_was_lost_is_written_again(store: Store) -> None:
+    registration = Registration(store, 0.3)
+    registration.put(RECORD)
+    store.commit({}, {}, [KEY])
+    until(lambda: registered(store) == RECORD)
+    registration.release()
+
+
+def test_a_name_that_another_agent_took_is_not_fought_for(store: Store, tmp_path: Path) -> None:
+    registration = Registration(store, 0.3)
+    registration.put(RECORD)
+    other = open_store(str(tmp_path / "store.db"), job="j")
+    theirs = msgspec.structs.replace(RECORD, agent="2")
+    lease = other.lease(KEY, encode(theirs), 60.0)
+    until(lambda: bool(registration.taken_by))
+    with pytest.raises(JobInUse, match=r"another agent \(2\) has registered as this host"):
+        registration.silent_s()
+    registration.release()
+    assert registered(store) == theirs
+    lease.release()
+    other.close()
+
+
+def test_a_watcher_sees_what_others_write(store: Store, tmp_path: Path) -> None:
+    woken: list[bool] = []
+    watcher = StoreWatcher(store, lambda: woken.append(True))
+    until(lambda: watcher.view() is not None)
+    other = open_store(str(tmp_path / "store.db"), job="j")
+    other.commit({}, {KEY: encode(RECORD)})
+    until(lambda: (view := watcher.view()) is not None and "a" in view.hosts)
+    other.close()
+    (tmp_path / "store.db").rename(tmp_path / "away.db")
+    until(lambda: watcher.error is not None)
+    assert watcher.view() is None
+    (tmp_path / "away.db").rename(tmp_path / "store.db")
+    until(lambda: watcher.view() is not None)
+    watcher.close()
+    assert woken
+
+
+def test_what_an_ended_run_left_is_cleared_and_numbers_go_on(store: Store) -> None:
+    fault = Fault(generation=6, host="a", kind="rank_exited", detail="")
+    end = JobEnd(kind="script", reason="no")
+    store.commit({}, {END: encode(end), f"{FAULT}6": encode(fault)})
+    store.commit({}, {KEY: encode(RECORD)})
+    clear_ended_run(store)
+    assert END in store.read()  # somebody of it is still there
+    store.commit({}, {}, [KEY])
+    clear_ended_run(store)
+    assert set(store.read()) == {NUMBER}
+    assert read_view(store.read()).next_number == 7
+
+
+def test_a_probe_tells_a_listening_smp_from_a_dead_one(tmp_path: Path) -> None:
+    listener = LocalListener(tmp_path / "private" / "c")
+    there = Member("there", "", "", f"ipc://{listener.path},ipc:///b")
+    gone = Member("gone", "", "", f"ipc://{tmp_path}/none,ipc:///b")
+    closed = Member("closed", "", "", "tcp://127.0.0.1:1,tcp://127.0.0.1:2")
+    assert answering([there, gone, closed]) == {"there": True, "gone": False, "closed": False}
+    listener.close()

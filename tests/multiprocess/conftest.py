@@ -1,0 +1,25 @@
+"""The host that the tests of a file share, with one rank: the process of the tests itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.multiprocess.lone import Lone
+
+
+@pytest.fixture(scope="module")
+def lone_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lone]:
+    """One snapshot process for all tests of a file."""
+    lone = Lone(tmp_path_factory.mktemp("lone"))
+    yield lone
+    lone.close()
+
+
+@pytest.fixture
+def lone(lone_host: Lone) -> Iterator[Lone]:
+    """The file's host; what the tests before left in its memory does not count."""
+    lone_host.begin_anew()
+    yield lone_host
+    lone_host.leave()
