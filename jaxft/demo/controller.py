@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from jaxft.demo.plan import DemoOptions, Failure
+from jaxft.demo.plan import DemoOptions, Failure, host_name
 from jaxft.errors import LaunchError
 from jaxft.status.events import Event, EventReader
 
@@ -133,6 +133,7 @@ class _World:
         self._run_dir = run_dir
         self._pending = list(failures)
         self._held: Failure | None = None
+        self._paused = False
         self._pids: dict[tuple[str, str], int] = {}
         self._generation = 0
         self._persisted = False
@@ -160,11 +161,12 @@ class _World:
         command += ["--seed", str(options.seed), "--hold-dir", str(self._run_dir)]
         for failure in failures:
             command += ["--hold", f"{failure.at_step}:{failure.victim}"]
+        if failures and options.pause_step is not None:
+            command += ["--hold", f"{options.pause_step}:{failures[0].victim}"]
         if options.elastic:
             command.append("--digests")
         if options.fallback and failures:
             command += ["--fallback", str(self.directory / "orbax")]
-            command += ["--fallback-every", str(options.persist_every)]
         return command
 
     def _environment(self) -> dict[str, str]:
@@ -173,14 +175,25 @@ class _World:
             "JAX_PLATFORMS": "cpu",
             "JAXFT_RUN_DIR": str(self._run_dir),
             "JAXFT_EVENTS": str(self.directory / "events"),
+            "JAXFT_FAULTS": ";".join(
+                f"persist.ready:host={path.suffix[1:]}=touch:{path}" for path in self._helpers()
+            ),
         }
+
+    def _helpers(self) -> list[Path]:
+        """The files that say that a host's persist helper is ready for the next snapshot."""
+        hosts = self._options.hosts if self._options.pause_step is not None else 0
+        return [self._run_dir / f"ready.{host_name(index)}" for index in range(hosts)]
 
     def poll(self) -> list[Event]:
         """What has happened since the last call, failures that were due by now among it."""
         fresh = self._reader.poll()
         for event in fresh:
             self._note(event)
-        if self._held is not None and self._ready(self._held):
+        if self._paused and all(path.exists() for path in self._helpers()):
+            self._let_go(self._options.pause_step)
+            self._paused = False
+        if self._held is not None and self._may_strike():
             fresh.append(self._strike(self._held))
             self._held = None
         self.events += fresh
@@ -199,13 +212,18 @@ class _World:
                 self._generation = max(self._generation, int(event["number"]))
             case "persisted":
                 self._persisted = True
+            case "holding" if event["step"] == self._options.pause_step:
+                self._paused = True
             case "holding":
                 due = [f for f in self._pending if f.at_step == event["step"] and f.victim == host]
                 self._held = due[0] if due else self._held
 
-    def _ready(self, failure: Failure) -> bool:
-        """What is more than memory can give back waits until storage has something."""
-        return self._persisted or not self._options.needs_storage(failure)
+    def _may_strike(self) -> bool:
+        """What is more than memory can give back, and what comes before it, waits for storage."""
+        return self._persisted or self._options.pause_step is None
+
+    def _let_go(self, step: int | None) -> None:
+        (self._run_dir / f"go-{step}").touch()
 
     def _strike(self, failure: Failure) -> Event:
         """Kills, as close together as can be, and lets go whoever waits at that step."""
@@ -222,7 +240,7 @@ class _World:
         t = time.time()
         for host, role in targets:
             self._signal(host, role, signal.SIGKILL)
-        (self._run_dir / f"go-{failure.at_step}").touch()
+        self._let_go(failure.at_step)
         self._pending.remove(failure)
         self.strikes.append(Strike(failure=failure, t=t, generation=self._generation))
         return {

@@ -165,7 +165,8 @@ def exceeds_parity(failure: Failure, *, hosts: int, code: Code) -> bool:
 class DemoOptions:
     """What the demo is asked to do; made by `plan_demo`, which checks it.
 
-    `persist_every` is the number of steps between Orbax checkpoints, where `fallback` is wanted.
+    `fallback`: Orbax checkpoints are written, one soon after each start of the world (they take
+    four more JAX processes on the same cores).
     """
 
     hosts: int
@@ -184,12 +185,13 @@ class DemoOptions:
         return self.hosts - len(gone) if self.elastic else self.hosts
 
     @property
-    def persist_every(self) -> int:
-        """So many steps that one checkpoint is done before the first failure that needs it."""
-        first = next((f.at_step for f in self.failures if self.needs_storage(f)), self.steps)
-        return max(self.every, first * 2 // 3 // self.every * self.every)
+    def pause_step(self) -> int | None:
+        """Where a failure needs a checkpoint: the step at which training waits until one can be
+        begun, so that the next snapshot goes to storage."""
+        return self.every if any(self.needs_storage(f) for f in self.failures) else None
 
     def needs_storage(self, failure: Failure) -> bool:
+        """Whether memory cannot give back what this failure takes."""
         return exceeds_parity(failure, hosts=self.hosts, code=self.code)
 
 
@@ -238,6 +240,12 @@ def plan_demo(
         fallback=fallback or any(exceeds_parity(f, hosts=hosts, code=parsed) for f in failures),
         failures=failures,
     )
+    first_step = 2 + 2 * every
+    if options.pause_step is not None and failures[0].at_step < first_step:
+        raise ConfigError(
+            f"failure {failures[0].kind}@{failures[0].at_step}: a failure of this run needs a "
+            f"checkpoint, so the first one can strike at step {first_step}"
+        )
     if options.hosts_min < 1:
         raise ConfigError("--elastic: these failures leave no host to train on; leave one out")
     return options

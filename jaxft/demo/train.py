@@ -119,7 +119,7 @@ class DemoLog:
 def _fallback(options: argparse.Namespace) -> jaxft.OrbaxFallback | None:
     if not options.fallback:
         return None
-    return jaxft.OrbaxFallback(options.fallback, every=options.fallback_every)
+    return jaxft.OrbaxFallback(options.fallback, every=options.steps)
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -128,8 +128,9 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=2, help="steps between snapshots")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=int, default=24, help="rows of a batch of the whole world")
-    parser.add_argument("--fallback", default="", help="directory of Orbax checkpoints")
-    parser.add_argument("--fallback-every", type=int, default=10, help="steps between them")
+    parser.add_argument(
+        "--fallback", default="", help="directory of Orbax checkpoints, one a generation"
+    )
     parser.add_argument("--digests", action="store_true", help="log a digest with every snapshot")
     parser.add_argument("--hold", action="append", default=[], help="STEP:HOST that is to wait")
     parser.add_argument("--hold-dir", default=".", help="where it looks for the file go-STEP")

@@ -204,6 +204,7 @@ class SmpClient:
     def _come_back(self, error: WireError) -> None:
         """The SMP is gone: waits for it to be started again, and repeats what is open."""
         _log.warning("host %s: the snapshot process is away: %s", self.welcome.host, error)
+        self._channel.close()
         deadline = time.monotonic() + self.reconnect_s
         while not self._closing and time.monotonic() < deadline and self.failure is None:
             try:

@@ -55,7 +55,7 @@ class Desk:
         if self._early and self.driver.plan_known:
             early, self._early = self._early, []
             for client, message in early:
-                if not client.channel.ended and self.driver.knows(message.id):
+                if not client.channel.ended:
                     self._from_rank(client, message)
 
     def left(self, client: Client) -> None:
@@ -202,16 +202,18 @@ class Desk:
         )
         self.driver.happen(e.PersistProgressed(state))
 
-    def _too_early(self, client: Client, message: p.WantManifests | p.Fetch) -> bool:
-        """Is it about a snapshot that this SMP will only hear of? Then it is answered later."""
-        if self.driver.plan_known or self.driver.knows(message.id):
+    def _unknown(self, client: Client, message: p.WantManifests | p.Fetch) -> bool:
+        """Is it about a snapshot that this SMP will only hear of? Then it is answered later. When
+        it is about that of an earlier plan, the rank is being told the newer one."""
+        if self.driver.knows(message.id):
             return False
-        self._early = [one for one in self._early if not one[0].channel.ended]
-        self._early.append((client, message))
+        if not self.driver.plan_known:
+            self._early = [one for one in self._early if not one[0].channel.ended]
+            self._early.append((client, message))
         return True
 
     def _manifests(self, client: Client, message: p.WantManifests) -> None:
-        if self._too_early(client, message):
+        if self._unknown(client, message):
             return
         recall = self.driver.recall_for(message.id)
 
@@ -232,7 +234,7 @@ class Desk:
         self.driver.jobs.start("manifests", work, done)
 
     def _fetch(self, client: Client, message: p.Fetch) -> None:
-        if self._too_early(client, message):
+        if self._unknown(client, message):
             return
         recall = self.driver.recall_for(message.id)
 

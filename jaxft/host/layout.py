@@ -24,7 +24,8 @@ _CHECK_BYTES = 8
 
 
 class ReadKey(msgspec.Struct, frozen=True, array_like=True):
-    """What a bulk read is for: `kind` "segment", "parity", "own" (the manifest blob), "group" (the
+    """What a bulk read is for: `kind` "segment", "rebuilt" (a segment that this host has made again
+    from the others; its own may be damaged), "parity", "own" (the manifest blob), "group" (the
     group's blob) or "sizes" (the lengths of these two blobs, little-endian uint64) of the share of
     `host` (a place in the snapshot's world)."""
 

@@ -204,10 +204,11 @@ class Recall:
     def _pieces(self, extents: Sequence[Extent]) -> Iterable[tuple[tuple[int, int], memoryview]]:
         """The pieces of all extents; segments that are still being rebuilt are asked for again."""
         addresses = {one.host: bulk_address(one.address) for one in self.plan.segments}
+        rebuilt = {one.host for one in self.plan.segments if one.rebuilt}
         open_pieces = {
             (number, at): ReadRequest(
                 addresses[extent.host],
-                read_key("segment", self.id, extent.host),
+                read_key("rebuilt" if extent.host in rebuilt else "segment", self.id, extent.host),
                 extent.start + at,
                 min(PIECE, extent.stop - extent.start - at),
                 (number, at),
@@ -215,7 +216,6 @@ class Recall:
             for number, extent in enumerate(extents)
             for at in range(0, extent.stop - extent.start, PIECE)
         }
-        rebuilt = {one.host for one in self.plan.segments if one.rebuilt}
         deadline = time.monotonic() + DEADLINE_S
         while open_pieces:
             answers = self.network.reader().read_many(

@@ -90,7 +90,7 @@ class Shares:
             if slot.readable and slot.id is not None:
                 self._publish_slot(table, number, slot, slot.id)
         for (identity, host), view in self.rebuilt.items():
-            table[read_key("segment", identity, host)] = view
+            table[read_key("rebuilt", identity, host)] = view
         self._readable = table
 
     def _publish_slot(
@@ -166,7 +166,9 @@ class Shares:
                 continue
             try:
                 self.slots[number].ensure(slot.own.offset + slot.own.length)
-                self.manifest(number, slot)
+                manifest = self.manifest(number, slot)
+                if (manifest.id, manifest.length) != (slot.id, slot.length):
+                    found.append((number, f"its manifest is that of snapshot {manifest.id}"))
                 if slot.group.length:
                     self.group_blob(number, slot)
             except (ChunkDamaged, msgspec.MsgspecError, ValueError) as error:

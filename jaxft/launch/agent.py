@@ -123,6 +123,7 @@ class Agent:
         """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
+        faults.arm(config.faults_text())
         self._events.emit("agent_started", agent=self._identity)
         try:
             self._rank_file.kill_left(KILL_S)

@@ -20,7 +20,7 @@ from types import FrameType
 import msgspec
 
 from jaxft import config
-from jaxft.errors import JaxftError, LaunchError, StoreError
+from jaxft.errors import ConfigError, JaxftError, LaunchError, StoreError
 from jaxft.group.records import JobEnd, read_view
 from jaxft.launch.agent import Interrupted
 from jaxft.launch.child import Child, end_all, kill_all
@@ -67,6 +67,7 @@ class LocalWorld:
 
         Raises:
             Interrupted: by SIGINT or SIGTERM.
+            ConfigError: an agent was refused what it asked for.
             LaunchError: all agents are gone and none of them wrote an end.
         """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -122,7 +123,7 @@ class LocalWorld:
             self._over_s = self._over_s or time.monotonic()
             return
         if status == EXIT_USAGE:
-            raise LaunchError(f"the agent of {host} could not start; its message is above")
+            raise ConfigError(f"the agent of {host} could not start; its message is above")
         how = f"signal {-status}" if status < 0 else f"status {status}"
         now_s = time.monotonic()
         deaths = [at_s for at_s in self._deaths[host] if now_s - at_s < QUICK_S] + [now_s]

@@ -125,10 +125,12 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def directory(self) -> Path:
         """Where this host's socket, lock and logs of the job are."""
-        return config.host_dir(config.run_dir(), self.job, self.host)
+        return config.host_dir(config.run_dir().absolute(), self.job, self.host)
 
     def logs(self) -> Path:
-        return Path(self.log_dir) / self.host if self.log_dir else self.directory() / "logs"
+        return (
+            Path(self.log_dir).absolute() / self.host if self.log_dir else self.directory() / "logs"
+        )
 
 
 def _option(name: str) -> str:

@@ -28,4 +28,5 @@ def main() -> None:
         sys.exit(127)
 
 
-main()
+if __name__ == "__main__":
+    main()

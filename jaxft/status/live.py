@@ -67,7 +67,7 @@ _LINES: dict[str, tuple[str, Callable[[Event], str]]] = {
     "persisted": ("blue", lambda e: f"step {e['step']} is on storage"),
     "persist_failed": (
         "red",
-        lambda e: f"persist failed: {e.get('detail') or e.get('reason', '')}",
+        lambda e: f"persist failed: {e.get('result', '')}",
     ),
     "job_finished": ("bold green", lambda e: "finished"),
 }

@@ -105,7 +105,8 @@ def test_storage_is_used_only_where_a_failure_needs_it_or_it_is_wanted() -> None
     assert _plan(fallback=True).fallback
     beyond = _plan(fail=["hosts:2@15"])
     assert beyond.fallback
-    assert 2 <= beyond.persist_every < 15
+    assert beyond.pause_step == 2
+    assert _plan(fallback=True).pause_step is None
     assert not _plan(fail=["hosts:2@15"], code="2+2").fallback
 
 
@@ -123,6 +124,8 @@ def test_an_elastic_world_may_shrink_by_the_hosts_that_fail() -> None:
         ({"steps": 1}, "at least 2 steps"),
         ({"every": 0}, "between snapshots"),
         ({"code": "three"}, "K[+]M"),
+        ({"fail": ["hosts:2@5"]}, "strike at step 6"),
+        ({"fail": ["hosts:2@9", "rank@3"]}, "strike at step 6"),
         ({"elastic": True, "fail": ["hosts:4@9"]}, "leave no host"),
     ],
 )

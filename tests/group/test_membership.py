@@ -540,6 +540,21 @@ def test_progress_and_losses_do_not_count_as_failures() -> None:
     assert len(board.view().faults) <= m.FAULTS_KEPT + 1
 
 
+def test_the_job_is_not_given_up_while_a_member_may_turn_out_to_be_lost() -> None:
+    board = Board(*NAMES)
+    board.form()
+    fail_again(board, None, lived_s=1.0)
+    board.form()
+    board.fault(lived_s=1.0)
+    board.acknowledge("host0", "host1", "host2")
+    observer = m.Observer(RULES)
+    assert isinstance(observer.decide(board.view(), me(), 0.0, "n"), m.Wait)
+    board.leave("host3")
+    declared = observer.decide(board.view(), me(), 1.0, "n")
+    assert isinstance(declared, m.DeclareFault)
+    assert declared.fault.kind == "host_lost"
+
+
 def test_repeated_failures_are_followed_by_a_pause() -> None:
     board = Board(*NAMES)
     board.form()

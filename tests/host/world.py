@@ -306,7 +306,10 @@ class World:
 
 def restored(world: World, *datas: Sequence[bytes]) -> Plan:
     """What came of `World.ask_restore`."""
-    answers = [rank.answer() for rank in world.ranks]
+    try: answers = [rank.answer() for rank in world.ranks]
+    except BaseException:
+        for h in world.hosts: print(h.name, h.inspect(), h.listen()[-4:])
+        raise
     plan, got = answers[0]
     assert all(answer == (plan, got) for answer in answers)
     count = len(world.ranks) // len(world.hosts)

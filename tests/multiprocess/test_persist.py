@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 import tests.device.conftest  # noqa: F401 (eight devices)
@@ -84,7 +85,7 @@ class World:
     def take(self, step: int) -> bool:
         """Snapshots the state of this step; whether it goes to storage."""
         tree = state(step)
-        snapshot = take(tree, HOSTS)
+        snapshot = take(tree, len(self.hosts))
         leaves = msgspec.msgpack.encode((*snapshot.manifests[0].leaves, *empty_nodes(tree)))
         parts = [manifest.parts[0] for manifest in snapshot.manifests]
         for rank, part in zip(self.ranks, parts, strict=True):
@@ -211,8 +212,11 @@ def hosts(tmp_path: Path) -> Iterator[list[Host]]:
         host.close()
 
 
-def read(*arguments: object) -> Any:
-    return finish(start_reader(*arguments))
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Host]:
+    host = Host("alone", tmp_path)
+    yield host
+    host.close()
 
 
 def start_reader(*arguments: object) -> subprocess.Popen[bytes]:
@@ -243,6 +247,16 @@ def expected(step: int) -> dict[str, str]:
         "['host']": digest(tree["host"]),
         "['step']": digest(step),
     }
+
+
+def plainly(directory: Path, step: int) -> dict[str, str]:
+    """What plain Orbax gives for every leaf that it can hold, in this process."""
+    like = {name: leaf for name, leaf in state(step).items() if name != "e4m3"}
+    with ocp.CheckpointManager(directory) as manager:
+        tree = manager.restore(step, args=ocp.args.StandardRestore(like))
+    tree["keys"] = jax.random.key_data(tree["keys"])
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(keys): digest(leaf) for keys, leaf in leaves}
 
 
 def free_port() -> int:
@@ -291,7 +305,7 @@ def check_ranks(answers: list[Any], step: int) -> None:
             assert found == digest(whole[cut])
 
 
-PHASES = {"ready": 1, "decided": 0, "copied": 1, "writing": 1, "committing": 0, "written": 0}
+PHASES = {"ready": 1, "copied": 1, "writing": 1, "committing": 0, "written": 0}
 
 
 def test_a_helper_killed_at_any_phase_loses_no_checkpoint(
@@ -305,22 +319,53 @@ def test_a_helper_killed_at_any_phase_loses_no_checkpoint(
         last, result, _ = world.persist(2)
         assert result == "written"
         step = last
-        for phase, place in PHASES:
+        for phase, place in PHASES.items():
             world.take(step + 1)
-            where = "decided" if phase == "ready" else phase
-            step, result, _ = world.persist(step + 2, {place: f"persist.{where}=kill"})
+            step, result, _ = world.persist(step + 2, {place: f"persist.{phase}=kill"})
             assert "status -9" in result, (phase, result)
             steps = [entry.step for entry in fallback.entries()]
             assert last in steps
-            assert read("plain", directory, last) == expected(last)
+            assert plainly(directory, last) == expected(last)
             assert steps[-1] == (step if phase == "written" else last)
         assert len(world.announced("persist_failed")) == len(PHASES)
         world.take(step + 1)
         step, result, _ = world.persist(step + 2)
         assert result == "written"
         assert step in [entry.step for entry in fallback.entries()]
-        assert read("plain", directory, step) == expected(step)
+        assert plainly(directory, step) == expected(step)
         left = {path.name for path in directory.iterdir()}
         assert left == {str(entry.step) for entry in fallback.entries()}
+    finally:
+        world.close()
+
+
+def test_what_goes_wrong_is_said_and_the_next_order_works(alone: Host, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    directory.write_text("a file")
+    world = World([alone], directory)
+    try:
+        world.take(1)
+        step, result, _ = world.persist(2)
+        assert result.startswith("alone: FileExistsError")
+        assert str(directory) in result
+        directory.unlink()
+        world.take(step + 1)
+        step, result, _ = world.persist(step + 2)
+        assert result == "written"
+        assert plainly(directory, step) == expected(step)
+    finally:
+        world.close()
+
+
+def test_a_helper_ends_with_its_generation(alone: Host, tmp_path: Path) -> None:
+    world = World([alone], tmp_path / "checkpoints")
+    try:
+        world.take(1)
+        world.start()
+        for rank in world.ranks:
+            rank.close()
+        alone.enter(generation_of([alone], 2, Code(data=1, parity=1)))
+        assert world.helpers[0].wait(WAIT_S) == 1
+        assert "belongs to generation 1" in (alone.directory / "persist.log").read_text()
     finally:
         world.close()

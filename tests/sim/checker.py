@@ -49,7 +49,7 @@ class Checker:
         self.sim = sim
         self.changed = False
         self.saved: dict[SnapshotId, dict[tuple[int, int], int]] = {}
-        self.saved_state: dict[SnapshotId, set[State]] = {}
+        self.saved_state: dict[SnapshotId, set[tuple[State, str]]] = {}
         self.worlds: dict[SnapshotId, World] = {}
         self.arenas: dict[int, dict[str, str]] = {}
         self.hosts: dict[int, list[str]] = {}
@@ -86,7 +86,7 @@ class Checker:
         self.damaged.add((identity, name))
         self.changed = True
 
-    def on_save(self, rank: Rank, seq: int, state: State) -> None:
+    def on_save(self, rank: Rank, seq: int, state: State, digest: str) -> None:
         generation = rank.generation
         identity = SnapshotId(generation.number, seq, generation.nonce)
         place = generation.index_of(rank.machine.name)
@@ -95,7 +95,7 @@ class Checker:
         for index in range(PIECES):
             piece = rank.local * PIECES + index
             tokens[place, piece] = self.sim.token(state, identity, place, piece)
-        self.saved_state.setdefault(identity, set()).add(state)
+        self.saved_state.setdefault(identity, set()).add((state, digest))
         self.worlds[identity] = World.of(generation)
 
     def on_told(self, outcome: Outcome, identity: SnapshotId) -> None:
@@ -109,6 +109,8 @@ class Checker:
     def on_ledger(self, machine: Machine, old: Ledger, new: Ledger, cause: int) -> None:
         if cause and cause != new.generation:
             self.fail("I4", f"{machine.name} of generation {new.generation} obeys {cause}")
+        if new.generation < old.generation:
+            self.fail("I4", f"{machine.name} goes back to generation {new.generation}")
         for number, (before, after) in enumerate(zip(old.slots, new.slots, strict=True)):
             if before != after:
                 self.changed = True
@@ -117,7 +119,7 @@ class Checker:
             self._check_outcome(machine, old, new, new.outcome)
         if old.lineage != new.lineage:
             self.changed = True
-            self._settle(new)
+            self._settle(machine, new)
 
     def _check_slot(
         self, machine: Machine, ledger: Ledger, number: int, before: Slot, after: Slot
@@ -191,13 +193,18 @@ class Checker:
             if found is None or found[0].state != "coded" or found[0].host != place:
                 self.fail("I1", f"{identity} is committed, {name} does not hold its whole share")
 
-    def _settle(self, ledger: Ledger) -> None:
+    def _settle(self, machine: Machine, ledger: Ledger) -> None:
         record = ledger.lineage[-1]
         if record.generation in self.bases:
             if self.bases[record.generation] != record.base:
                 bases = f"{self.bases[record.generation]} and {record.base}"
                 self.fail("I2", f"generation {record.generation} goes on from {bases}")
             return
+        if machine.name != self.roots[record.generation]:
+            self.fail("I2", f"{machine.name} has settled before the root has written it")
+        left = abandoned(record.base, self.bases) if record.base is not None else None
+        if left is not None:
+            self.fail("I2", f"{record.base} is restored, but generation {left} had left its branch")
         self.bases[record.generation] = record.base
         if self.told is not None and (record.base is None or record.base < self.told):
             absent = set(self.by_arena(self.told)) - self.arenas[record.generation].keys()
@@ -394,3 +401,13 @@ class Checker:
             if content.parity.get(piece) != tuple((mate, saved.get((mate, piece))) for mate in mates):
                 return f"parity {piece} is wrong"
         return ""
+
+
+def abandoned(
+    identity: SnapshotId, bases: Mapping[int, SnapshotId | None]
+) -> int | None:
+    """The generation that went on from something older than this, if there is one."""
+    for generation, base in bases.items():
+        if identity.generation < generation and (base is None or base < identity):
+            return generation
+    return None

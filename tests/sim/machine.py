@@ -30,6 +30,7 @@ class Machine:
         self.agents = 0
         self.arenas = 0
         self.paused = False
+        self.kill_s = 0.005
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.memory: Memory | None = None
         self.smp: Smp | None = None

@@ -111,7 +111,7 @@ class Rank:
     def kill(self) -> None:
         """SIGKILL by the agent: it may take a while until the process is really gone."""
         if self.alive:
-            self.sim.at(self.sim.soon(0.005, 0.3), self.die)
+            self.sim.at(self.sim.soon(self.machine.kill_s, 0.3), self.die)
 
     def die(self) -> None:
         if self.alive:
@@ -295,11 +295,11 @@ class Rank:
             self.last_step = self.state.step
             self.staged = False
             self.part = self.failed = None
-            self.digest = "plan"
+            self.digest = self.sim.digests.get(self.machine.name, "plan")
             if self.sim.chance(self.sim.odd_plans):
                 self.digest = f"odd plan {self.number}"
                 self.sim.checker.odd = True
-            self.sim.checker.on_save(self, seq, self.state)
+            self.sim.checker.on_save(self, seq, self.state, self.digest)
             self._ask()
         self.sim.jobs[self.generation.number].rank_ready(self)
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+from jaxft.group import events as e
 from jaxft.group.manifest import SnapshotId
 from jaxft.group.messages import Envelope, StorageEntry
 from jaxft.group.root import Timing
@@ -65,6 +66,9 @@ class Simulator:
         self.blocked: set[frozenset[str]] = set()
         self.held: list[tuple[Callable[[Envelope, str], bool], list[tuple[Envelope, str]]]] = []
         self.accept_foreign = False
+        self.stuck: set[str] = set()
+        self.crash_points: list[tuple[str, Callable[[e.Effect], bool]]] = []
+        self.digests: dict[str, str] = {}
         self.odd_plans = 0.0
         self.staging_fails = 0.0
         self.grants_fail = 0.0
@@ -121,6 +125,14 @@ class Simulator:
     def soon(self, least_s: float, most_s: float) -> float:
         """A delay: `least_s` in a calm run."""
         return least_s if self.setup.calm else self.random.uniform(least_s, most_s)
+
+    def crash_point(self, name: str, effect: e.Effect) -> bool:
+        """Is this host's SMP to die before it performs this effect? Each point strikes once."""
+        for point in self.crash_points:
+            if point[0] == name and point[1](effect):
+                self.crash_points.remove(point)
+                return True
+        return False
 
     def chance(self, share: float) -> bool:
         return share > 0 and not self.setup.calm and self.random.random() < share

@@ -88,12 +88,17 @@ class Smp:
         if not isinstance(event, e.Ticked):
             self.sim.log(self.machine.name, event)
         for effect in self.core.handle(event, self.sim.now):
-            if self.crash_after is not None:
-                self.crash_after -= 1
-                if self.crash_after < 0:
-                    self.machine.kill_smp()
-                    return
+            if self._dies_before(effect):
+                self.machine.kill_smp()
+                return
             self.perform(effect)
+
+    def _dies_before(self, effect: e.Effect) -> bool:
+        if self.crash_after is not None:
+            self.crash_after -= 1
+            if self.crash_after < 0:
+                return True
+        return self.sim.crash_point(self.machine.name, effect)
 
     # ------------------------------------------------------------------ what is done
 
@@ -106,6 +111,11 @@ class Smp:
                 manifest = self.memory.slots[slot].manifest
                 if manifest is not None:
                     self._send(address, ManifestNotice(manifest=manifest, wanted=wanted))
+                    return
+                identity = self.memory.ledger.slots[slot].id
+                assert identity is not None
+                failed = e.CodingFailed(identity, "the manifest is damaged")
+                self.sim.at(LOCAL_S, self.deliver, failed)
                 return
             case _:
                 self.sim.log(self.machine.name, effect)
@@ -237,8 +247,10 @@ class Work:
             return
         if self.smp.machine.paused:
             self.smp.machine.backlog.append((self._wake, ()))
-            return
-        self.step()
+        elif self.smp.machine.name in self.sim.stuck:
+            self.sim.at(0.01, self._wake)
+        else:
+            self.step()
 
     def step(self) -> None:
         raise NotImplementedError

@@ -1,0 +1,328 @@
+"""The public API of saving: what is due, what is refused, and what a receipt says."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxft
+from jaxft.errors import SnapshotSkipped
+from jaxft.group.manifest import SnapshotId
+from jaxft.group.messages import Outcome
+from jaxft.receipt import Receipt
+from jaxft.schedule import Schedule, parse_interval
+from tests.multiprocess.jax_world import WAIT_S
+from tests.multiprocess.lone import Lone
+
+STATE = {"x": jnp.arange(8.0), "n": 3}
+
+
+@pytest.fixture(scope="module")
+def lone_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lone]:
+    lone = Lone(tmp_path_factory.mktemp("lone"))
+    yield lone
+    lone.close()
+
+
+@pytest.fixture
+def lone(lone_host: Lone) -> Iterator[Lone]:
+    lone_host.begin_anew()
+    yield lone_host
+    lone_host.leave()
+
+
+# ------------------------------------------------------------------------ what is due
+
+
+def test_every_so_many_steps(lone: Lone) -> None:
+    with lone.open(every=3) as snapshotter:
+        assert snapshotter.restore(STATE) is None
+        receipts = [snapshotter.save(step, STATE) for step in range(1, 11)]
+        begun = [receipt for receipt in receipts if receipt.id is not None]
+        assert [receipt.step for receipt in begun] == [1, 4, 7, 10]
+        for receipt in begun:
+            receipt.protected.result(WAIT_S)
+            assert receipt.skipped is None
+        skipped = receipts[1]
+        assert skipped.skipped == "the next snapshot is due at step 4"
+        for future in (skipped.staged, skipped.protected, skipped.persisted):
+            with pytest.raises(SnapshotSkipped, match="step 2 was not saved: the next"):
+                future.result(0)
+        assert snapshotter.latest == 10
+
+
+def test_steps_that_are_jumped_over(lone: Lone) -> None:
+    with lone.open(every=5) as snapshotter:
+        begun = [step for step in (2, 6, 8, 9, 20, 21, 25) if snapshotter.save(step, STATE).id]
+        assert begun == [2, 8, 20, 25]
+
+
+def test_what_was_restored_counts_as_the_first_snapshot(lone: Lone) -> None:
+    with lone.open(every=1) as snapshotter:
+        snapshotter.save(7, STATE)
+    with lone.open(every=4) as snapshotter:
+        assert snapshotter.restore(STATE) is not None
+        assert [step for step in range(8, 17) if snapshotter.save(step, STATE).id] == [11, 15]
+
+
+def test_a_time_is_turned_into_steps_by_the_root(lone: Lone) -> None:
+    """Steps of 10 ms, by a clock that stands still: 50 ms are five of them."""
+    with lone.open(every="50ms") as snapshotter:
+        schedule = snapshotter._schedule
+        begun = []
+        for step in range(1, 40):
+            schedule.step_s = 0.0
+            schedule._last_call = None
+            schedule.called(step - 1, 0.0)
+            receipt = _save_at(snapshotter, step, now_s=0.010)
+            if receipt.id is not None:
+                receipt.protected.result(WAIT_S)
+                begun.append(step)
+    # The first two intervals are decided before anybody has said how long a step takes.
+    assert begun == [1, 2, 7, 12, 17, 22, 27, 32, 37]
+
+
+def _save_at(snapshotter: jaxft.Snapshotter, step: int, now_s: float) -> Receipt:
+    called = snapshotter._schedule.called
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshotter._schedule, "called", lambda step, _: called(step, now_s))
+        return snapshotter.save(step, STATE)
+
+
+def test_the_schedule_goes_by_what_the_root_called_a_snapshot() -> None:
+    """A rank that began snapshot 1 at another step than the others is due with them again."""
+
+    def outcome(seq: int, step: int, interval: int) -> Outcome:
+        return Outcome(seq=seq, step=step, ok=True, interval=interval)
+
+    schedule = Schedule()
+    assert schedule.due_step(4, {}) is None
+    assert schedule.begin(10) == 0
+    assert schedule.due_step(4, {}) == 14
+    outcomes = {0: outcome(0, 10, 6)}
+    assert schedule.begin(15) == 1
+    assert schedule.due_step(4, outcomes) == 21
+    outcomes[1] = outcome(1, 14, 2)
+    assert schedule.due_step(4, outcomes) == 20
+
+
+def test_the_time_of_a_step_is_a_running_mean() -> None:
+    schedule = Schedule()
+    schedule.called(0, 100.0)
+    assert schedule.step_s == 0.0
+    schedule.called(10, 105.0)
+    assert schedule.step_s == 0.5
+    schedule.called(10, 106.0)
+    schedule.called(11, 107.0)
+    assert schedule.step_s == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("every", "parsed"),
+    [(1, (1, 0)), (25, (25, 0)), ("200ms", (0, 0.2)), ("1.5 s", (0, 1.5)), ("2min", (0, 120))],
+)
+def test_intervals(every: int | str, parsed: tuple[int, float]) -> None:
+    assert parse_interval(every) == parsed
+
+
+# ------------------------------------------------------------------------ what is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "every=0: expected at least 1 step"),
+        ({"every": True}, "every=True: expected a number of steps or a time"),
+        ({"every": 2.5}, "every=2.5: expected a number of steps or a time"),
+        ({"every": "soon"}, 'every="soon": expected a time like "500ms"'),
+        ({"every": "0s"}, 'every="0s": expected a time'),
+        ({"every": "3m"}, 'every="3m": expected a time'),
+        ({"staging": "disk"}, "staging='disk': expected one of view, pinned_host, device"),
+        ({"timeout_s": 0}, "timeout_s=0: expected more than 0"),
+        ({"save_wait_s": -1}, "save_wait_s=-1: expected more than 0"),
+    ],
+)
+def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(jaxft.ConfigError, match=re.escape(message)):
+        jaxft.Snapshotter(**options)
+
+
+def test_another_job_than_the_agents(lone: Lone) -> None:
+    with pytest.raises(jaxft.ConfigError, match=r'job="other".*"test"'):
+        lone.open(job="other")
+    with lone.open(job="test") as snapshotter:
+        assert snapshotter.env.job == "test"
+
+
+@pytest.mark.parametrize(
+    ("extras", "message"),
+    [
+        ((1, 2), "extras is a builtins.tuple"),
+        ({"a": [1, {"b": np.float32(1)}]}, r"extras['a'][1]['b'] is a numpy.float32"),
+        ({"a": bytearray(b"x")}, "extras['a'] is a builtins.bytearray"),
+        ({("a",): 1}, "the key ('a',) of extras is a builtins.tuple"),
+        ([2**70], "extras cannot be kept"),
+        (["\ud800"], "extras cannot be kept"),
+        (jnp.ones(2), "put arrays into the state"),
+    ],
+)
+def test_extras_that_would_not_come_back(lone: Lone, extras: Any, message: str) -> None:
+    with lone.open(every=1) as snapshotter:
+        with pytest.raises(jaxft.ConfigError, match=re.escape(message)):
+            snapshotter.save(1, STATE, extras)
+        snapshotter.save(1, STATE, [1, {"b": 2}]).protected.result(WAIT_S)
+
+
+def test_a_leaf_that_cannot_be_saved_is_refused_and_nothing_has_begun(lone: Lone) -> None:
+    with lone.open(every=1) as snapshotter:
+        snapshotter.save(1, STATE)
+        with pytest.raises(jaxft.ConfigError, match=r"leaf \['f'\] is a builtins.object"):
+            snapshotter.save(2, {**STATE, "f": object()})
+        receipt = snapshotter.save(3, STATE)
+        assert receipt.id == SnapshotId(snapshotter.env.generation, 1, snapshotter.env.nonce)
+
+
+def test_steps_are_integers_of_any_kind(lone: Lone) -> None:
+    with lone.open(every=1) as snapshotter:
+        with pytest.raises(jaxft.ConfigError, match=r"step=1\.0: expected an integer"):
+            snapshotter.save(1.0, STATE)  # type: ignore[arg-type]
+        for step in (np.int64(1), jnp.int32(2), 3):
+            receipt = snapshotter.save(step, STATE)  # type: ignore[arg-type]
+            assert type(receipt.step) is int
+            receipt.protected.result(WAIT_S)
+        assert snapshotter.latest == 3
+
+
+def test_order_of_calls(lone: Lone) -> None:
+    snapshotter = lone.open(every=1)
+    assert snapshotter.restore(STATE) is None
+    with pytest.raises(jaxft.ConfigError, match="restore comes once"):
+        snapshotter.restore(STATE)
+    snapshotter.save(1, STATE)
+    with pytest.raises(jaxft.ConfigError, match="before the first save"):
+        snapshotter.restore(STATE)
+    snapshotter.close()
+    snapshotter.close()
+    with pytest.raises(jaxft.ConfigError, match="save was called after close"):
+        snapshotter.save(2, STATE)
+    with pytest.raises(jaxft.ConfigError, match="before close"):
+        snapshotter.restore(STATE)
+
+
+def test_save_before_restore_warns_where_there_is_something(
+    lone: Lone, caplog: pytest.LogCaptureFixture
+) -> None:
+    with lone.open(every=1) as snapshotter:
+        snapshotter.save(1, STATE)
+    assert caplog.text == ""
+    with lone.open(every=1) as snapshotter:
+        snapshotter.save(2, STATE)
+        with pytest.raises(jaxft.ConfigError, match="restore comes once"):
+            snapshotter.restore(STATE)
+    assert re.search("save was called before restore.*of step 1.*fresh=True", caplog.text)
+
+
+def test_fresh_leaves_the_old_behind_without_a_word(
+    lone: Lone, caplog: pytest.LogCaptureFixture
+) -> None:
+    with lone.open(every=1) as snapshotter:
+        snapshotter.save(10, STATE)
+    with lone.open(every=1, fresh=True) as snapshotter:
+        assert snapshotter.restore({"other": jnp.ones(1)}) is None
+        snapshotter.save(1, {"other": jnp.ones(1)})
+    with lone.open(every=1) as snapshotter:
+        restored = snapshotter.restore({"other": jnp.zeros(1)})
+        assert restored is not None
+        assert restored.step == 1
+    assert caplog.text == ""
+
+
+# ------------------------------------------------------------------------ how it ends
+
+
+def test_close_waits_for_the_last_snapshot(lone: Lone) -> None:
+    with lone.open(every=1) as snapshotter:
+        receipt = snapshotter.save(1, STATE)
+    receipt.protected.result(0)
+    with pytest.raises(SnapshotSkipped, match="not chosen for storage"):
+        receipt.persisted.result(0)
+
+
+def test_the_users_error_is_not_hidden(lone: Lone, caplog: pytest.LogCaptureFixture) -> None:
+
+    def script() -> None:
+        with lone.open(every=1, faults="stage.granted:seq=0=raise") as snapshotter:
+            receipt = snapshotter.save(1, STATE)
+            assert isinstance(receipt.protected.exception(WAIT_S), jaxft.StagingError)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        script()
+    errors = [one.getMessage() for one in caplog.records if one.levelno == logging.ERROR]
+    assert errors[-1].startswith("while the script was failing: host h0, step 1")
+
+
+def test_leaving_without_having_saved(lone: Lone) -> None:
+    with lone.open() as snapshotter:
+        pass
+    with lone.open() as snapshotter:
+        snapshotter.restore(STATE)
+        assert snapshotter.latest is None
+
+
+def test_no_thread_stays(lone: Lone) -> None:
+    before = set(threading.enumerate())
+    with lone.open(every=1) as snapshotter:
+        snapshotter.save(1, STATE)
+        assert set(threading.enumerate()) > before
+    assert set(threading.enumerate()) == before
+
+
+# ------------------------------------------------------------------------ receipts
+
+
+def test_a_receipt_can_be_read(lone: Lone) -> None:
+    code = jaxft.Code(data=3, parity=1)
+    receipt = Receipt(5, code)
+    receipt.id = SnapshotId(2, 7, "ab")
+    assert (
+        repr(receipt)
+        == "Receipt(step=5, id=2.7, staged=pending, protected=pending, persisted=pending)"
+    )
+    receipt.stage()
+    receipt.protect()
+    receipt.fail(jaxft.SnapshotError("x"))
+    assert repr(receipt) == "Receipt(step=5, id=2.7, staged=yes, protected=yes, persisted=no)"
+    skipped = Receipt(6, code)
+    skipped.skip("not due")
+    assert repr(skipped) == "Receipt(step=6, skipped='not due')"
+    with lone.open(every=1) as snapshotter:
+        assert snapshotter.save(1, STATE).code.parity == 0  # a lone host
+
+
+def test_a_receipt_is_ended_once() -> None:
+    receipt = Receipt(5, jaxft.Code())
+    receipt.staged.cancel()
+    receipt.fail(jaxft.SnapshotLost("first"))
+    receipt.fail(jaxft.SnapshotLost("second"))
+    receipt.protect()
+    with pytest.raises(jaxft.SnapshotLost, match="first"):
+        receipt.protected.result(0)
+    with pytest.raises(CancelledError):
+        receipt.staged.result(0)
+    assert "staged=no" in repr(receipt)
+
+
+def test_a_callback_hears_of_it(lone: Lone) -> None:
+    heard = threading.Event()
+    with lone.open(every=1) as snapshotter:
+        snapshotter.save(1, STATE).protected.add_done_callback(lambda _: heard.set())
+        assert heard.wait(WAIT_S)
