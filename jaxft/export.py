@@ -54,7 +54,9 @@ def copies(manifests: Iterable[Manifest], stored: Sequence[StoredLeaf], mesh: Me
         leaves.append(Leaf((("k", name),), kind, leaf.shape, leaf.dtype, leaf.impl))
         places.append(boxes)
         sharding = _spread(leaf.shape, mesh)
-        like[name] = jax.ShapeDtypeStruct(leaf.shape, _dtype(leaf), sharding=sharding)
+        like[name] = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+            leaf.shape, _dtype(leaf), sharding=sharding
+        )
     return match(like, Table(leaves=tuple(leaves), stored=tuple(places), part_ends=table.part_ends))
 
 
@@ -78,10 +80,9 @@ def _dtype(leaf: Leaf) -> Any:
 
 def _spread(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     """Cuts the first dimension of which every host can have an equal part."""
-    for axis, size in enumerate(shape):
-        if size % mesh.devices.size == 0:
-            return NamedSharding(mesh, PartitionSpec(*[None] * axis, *mesh.axis_names))
-    return NamedSharding(mesh, PartitionSpec())
+    cut = next((axis for axis, size in enumerate(shape) if size % mesh.devices.size == 0), None)
+    spec = () if cut is None else (*[None] * cut, *mesh.axis_names)
+    return NamedSharding(mesh, PartitionSpec(*spec))  # type: ignore[no-untyped-call]
 
 
 def write(

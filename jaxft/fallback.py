@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from jaxft.checkpoint import (
     BYTES,
@@ -150,11 +150,7 @@ def _sharding(leaf: Leaf, like: Any) -> jax.sharding.Sharding | None:
     if is_uncommitted(like):
         return SingleDeviceSharding(jax.local_devices()[0])
     sharding: jax.sharding.Sharding = like.sharding
-    if isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
-        return sharding
-    # Of other kinds Orbax and arrays with more dimensions know nothing.
-    devices = sorted(sharding.device_set, key=lambda device: int(device.id))
-    return NamedSharding(Mesh(np.array(devices), ("all",)), PartitionSpec())
+    return sharding
 
 
 def _as_target(leaf: Leaf, like: Any, array: Any) -> Any:

@@ -124,7 +124,7 @@ class Helper:
         if self.env.ranks > 1:
             import jax
 
-            jax.distributed.shutdown()
+            jax.distributed.shutdown()  # type: ignore[no-untyped-call]
         self._reach("written")
         self._written = True
         self._say("written")
@@ -136,6 +136,9 @@ class Helper:
         _lower_priority()
         import jax
         import orbax.checkpoint  # noqa: F401
+
+        import jaxft.export
+        import jaxft.restorer  # noqa: F401
 
         if self.env.ranks > 1:
             coordinator = self.client.wait(
@@ -164,7 +167,7 @@ class Helper:
         if order.id is None or options is None or not options.directory:
             raise ConfigError("this host's ranks named no directory for checkpoints")
         reader = SnapshotReader(self.client, order.id, told.own, attempt=None, timeout_s=COPY_S)
-        leaves = next(iter(reader.manifests.values())).leaves
+        leaves = reader.manifests[0].leaves
         stored = place([leaf for leaf in leaves if leaf.kind != "empty"])
         mesh = jax.sharding.Mesh(np.array(jax.devices()), ("host",))
         arrays = reader.assemble(copies(reader.manifests.values(), stored, mesh))

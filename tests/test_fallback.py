@@ -27,7 +27,7 @@ from jaxft.errors import ConfigError, RestoreError, SnapshotLost, TreeMismatch
 from jaxft.export import copies, write
 from jaxft.group.manifest import Leaf, SnapshotId
 from jaxft.group.messages import Lineage, StorageEntry
-from tests.device.snapshots import assert_same, take
+from tests.device.snapshots import assert_same, raw, take
 
 
 @pytest.fixture(autouse=True)
@@ -140,7 +140,12 @@ def test_plain_orbax_restores_it(tmp_path: Path) -> None:
     save(tmp_path, tree, 7)
     with ocp.CheckpointManager(tmp_path) as manager:
         assert manager.latest_step() == 7
-        assert_same(manager.restore(7, args=ocp.args.StandardRestore(tree)), tree)
+        restored = manager.restore(7, args=ocp.args.StandardRestore(tree))
+        assert jax.tree.structure(restored) == jax.tree.structure(tree)
+        arrays = [leaf for leaf in jax.tree.leaves(tree) if leaf is not tree["step"]]
+        found = [leaf for leaf in jax.tree.leaves(restored) if leaf is not restored["step"]]
+        assert list(map(raw, found)) == list(map(raw, arrays))
+        assert restored["step"] == 17
         without_target = manager.restore(7, args=ocp.args.StandardRestore())
         assert without_target["opt"][1][0]["mu"]["w"].shape == (16, 4)
         assert without_target["list"][1:4] == [None, {}, ()]

@@ -5,9 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+import signal
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -64,9 +69,11 @@ def demo(
         fallback=fallback,
         fail=fail or [],
     )
-    directory = Path(tempfile.mkdtemp(prefix="jaxft-demo-")) if keep is None else keep.absolute()
     started_s = time.monotonic()
-    report = _run(options, directory, console)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _end)
+    with _workplace(keep) as directory:
+        report = _run(options, directory, console)
     _tell(report, console, time.monotonic() - started_s)
     if json_file is not None:
         json_file.write_text(json.dumps(report.to_json(), indent=2) + "\n")
@@ -75,6 +82,29 @@ def demo(
     else:
         console.print(f"Logs and events: {directory}", style="dim")
     raise typer.Exit(0 if report.passed else FAILED)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """Leaves through every `finally`, so that no process stays behind."""
+    sys.exit(128 + number)
+
+
+@contextmanager
+def _workplace(keep: Path | None) -> Iterator[Path]:
+    """Where logs and events go; what was interrupted leaves nothing, unless it is to be kept.
+
+    Raises:
+        ConfigError: there is something already.
+    """
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise ConfigError(f"--keep {keep}: there is something in it; name an empty directory")
+    directory = Path(tempfile.mkdtemp(prefix="jaxft-demo-")) if keep is None else keep.absolute()
+    try:
+        yield directory
+    except (KeyboardInterrupt, SystemExit):
+        if keep is None:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def _check_installed() -> None:
@@ -95,7 +125,7 @@ def _run(options: DemoOptions, directory: Path, console: Console) -> Report:
             display.show(RunView(name, options.steps))
             run = run_training(name, options, failures, directory, display.update)
             runs.append(run)
-            if run.status != 0:
+            if run.status != 0 and not failures:
                 raise LaunchError(
                     f"the {name} run ended with status {run.status}; see {run.logs}/console.log"
                 )

@@ -114,7 +114,8 @@ class StagingFailed(_Value, frozen=True):
 
 
 class GrantFailed(_Value, frozen=True):
-    """The slot could not be made large enough."""
+    """The slot is of no use to this snapshot: it could not be made large enough, or the manifest in
+    it is damaged. Says nothing about coding, which may still run in it."""
 
     id: SnapshotId
     reason: str

@@ -234,6 +234,8 @@ class Keeper:
             return []
         if self._entering is not None and generation.number < self._entering.number:
             return []
+        if self.ledger.arena not in _arenas(generation, self.host):
+            return []
         if self.generation is not None and self.generation.number == generation.number:
             return []
         self.frozen = False
@@ -610,3 +612,9 @@ class Keeper:
 def _age(slot: Slot) -> tuple[bool, SnapshotId]:
     """Empty slots first, then the older snapshot."""
     return (slot.id is not None, slot.id or SnapshotId(0, 0))
+
+
+def _arenas(generation: Generation, host: str) -> list[str]:
+    """The memory with which a host takes part; memory that is newer is no part of it."""
+    members = (*generation.hosts, *generation.holders)
+    return [member.arena for member in members if member.host == host]

@@ -102,10 +102,10 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     `boots` counts the starts of the SMP on this memory. `generation` is the newest generation
     entered and `nonce` its nonce; `outcome` is the newest outcome known of it and `before` the one
     before that (a rank that was not connected may need both), `interval` the interval from its
-    snapshot 0 to 1, `persist` the newest order known of it. `committed` is the newest snapshot this host ever knew to be
-    committed, `decided` the newest whose outcome it ever knew: those of that generation that lie
-    between the two were aborted. The last `lineage` record is of `generation` once that generation has settled; it is
-    written before the first grant.
+    snapshot 0 to 1, `persist` the newest order known of it. `committed` is the newest snapshot this
+    host ever knew to be committed, `decided` the newest whose outcome it ever knew: those of that
+    generation that lie between the two were aborted. The last `lineage` record is of `generation`
+    once that generation has settled; it is written before the first grant.
     """
 
     arena: str

@@ -11,7 +11,8 @@ Rules
 - A snapshot that a generation has gone on from replaced all older ones, so it is judged by what can
   be rebuilt at all: a share that was away when its coding was finished counts as missing.
 - A snapshot of an older generation that is newer than the base of any lineage record found is
-  abandoned: its branch was left.
+  abandoned: its branch was left. A record of a generation that was itself left (a later one went on
+  from something older than it) no longer counts: its root may have been the only one to write it.
 - The newest by (generation, seq) wins, in memory or on storage. Steps decide only among checkpoints
   that carry no identity.
 - A fragment that failed its check is missing, and so is a share whose manifest did.
@@ -56,6 +57,19 @@ def abandoned(identity: SnapshotId, lineages: Iterable[Lineage]) -> Lineage | No
     return None
 
 
+def in_force(lineages: Sequence[Lineage]) -> list[Lineage]:
+    """The records of generations that a later one has not left."""
+    return [
+        record
+        for record in lineages
+        if not any(
+            record.generation < later.generation
+            and (later.base is None or later.base.generation < record.generation)
+            for later in lineages
+        )
+    ]
+
+
 def choose(
     holders: Sequence[Holder],
     *,
@@ -75,8 +89,10 @@ def choose(
     """
     if fresh:
         return Plan(attempt=attempt, reasons=("the job was started fresh",))
-    lineages = [record for holder in holders for record in holder.ledger.lineage]
-    lineages += [record for entry in storage for record in entry.lineage]
+    lineages = in_force(
+        [record for holder in holders for record in holder.ledger.lineage]
+        + [record for entry in storage for record in entry.lineage]
+    )
     known = _newest_known(holders, lineages)
     reasons: list[str] = []
     stored = {entry.id: entry for entry in storage if entry.id is not None}

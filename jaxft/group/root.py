@@ -158,7 +158,8 @@ class Root:
         needed = {address for _, address in plan.shares}
         holders = tuple(m for m in self.generation.holders if m.address in needed)
         for host, silence_s in self._silent(holders, now_s).items():
-            return self._fault(host, f"it holds what is restored and is silent for {silence_s:.1f} s")
+            reason = f"it holds what is restored and is silent for {silence_s:.1f} s"
+            return self._fault(host, reason)
         return self._judge(plan, now_s)
 
     def _plan(self, now_s: float) -> list[e.Effect]:
@@ -305,6 +306,7 @@ class Root:
         identity = SnapshotId(self.generation.number, seq, self.generation.nonce)
         committed = identity if decision.ok else (last.committed if last is not None else None)
         options = self.statuses[hosts[0]].options
+        before = last.interval if last is not None else self.directive.interval
         persist = decision.ok and self._persist_armed()
         outcome = Outcome(
             seq=seq,
@@ -312,7 +314,8 @@ class Root:
             ok=decision.ok,
             reason=decision.reason,
             committed=committed,
-            interval=interval_steps(options, reports),
+            # After a restart the root may have no rank yet to say what it wants.
+            interval=before if options is None else interval_steps(options, reports),
             persist=persist,
         )
         order = self.directive.persist

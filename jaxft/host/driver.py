@@ -84,7 +84,7 @@ class Driver:
         self.core = HostCore(host, address, ledger, timing)
         self.recall: Recall | None = None
         self._events: deque[e.Event] = deque()
-        self._leaves: dict[int, bytes] = {}
+        self._leaves: dict[int, tuple[Leaf, ...]] = {}
         self._freezing: int | None = None
         self._plan: Plan | None = None
         self._perform: dict[type, Callable[..., None]] = {
@@ -201,6 +201,12 @@ class Driver:
             body=effect.body,
         )
         self.endpoint.send(control_address(effect.address), msgspec.msgpack.encode(envelope))
+        self._reach(
+            "smp.sent",
+            self.core.keeper.next_id,
+            body=type(effect.body).__name__,
+            settled=getattr(effect.body, "settled", ""),
+        )
 
     def _send_manifest(self, effect: e.SendManifest) -> None:
         slot = self.ledger.slots[effect.slot]
@@ -214,7 +220,7 @@ class Driver:
     def _snapshot_failed(self, identity: SnapshotId | None, reason: str) -> None:
         if identity is not None:
             _log.error("snapshot %s: %s", identity, reason)
-            self._events.append(e.CodingFailed(identity, reason))
+            self._events.append(e.GrantFailed(identity, reason))
 
     # -------------------------------------------------------------------- a snapshot's way
 
@@ -294,13 +300,13 @@ class Driver:
         return max(0, left)
 
     def part_staged(self, rank: int, message: p.Staged) -> None:
-        self._leaves[rank] = message.leaves
+        self._leaves[rank] = msgspec.msgpack.decode(message.leaves, type=tuple[Leaf, ...])
         self.happen(e.PartStaged(rank, message.seq, message.part))
 
     def _seal(self, effect: e.Seal) -> None:
         generation = self.core.keeper.generation
         assert generation is not None
-        leaves = msgspec.msgpack.decode(self._leaves[effect.parts[0].rank], type=tuple[Leaf, ...])
+        leaves = self._leaves[effect.parts[0].rank]
         template = Manifest(
             id=effect.id,
             step=effect.step,
@@ -421,7 +427,10 @@ class Driver:
         self.clients.tell(self.plan_message(effect.plan), "rank")
 
     def plan_message(self, plan: Plan) -> p.PlanTold:
-        return p.PlanTold(plan=plan, own=self._own_share(plan.chosen))
+        own = self._own_share(plan.chosen)
+        if own is not None and any(one.host == own[1] and one.rebuilt for one in plan.segments):
+            own = None  # What is rebuilt has damage in its slot.
+        return p.PlanTold(plan=plan, own=own)
 
     def persist_message(self, order: PersistOrder) -> p.PersistTold:
         own = self._own_share(order.id)

@@ -71,7 +71,7 @@ class Ranks:
         for rank in range(first, first + generation.hosts[index].ranks):
             log = self._options.logs() / f"gen{generation.number}-rank{rank}.log"
             env = rank_environment(generation, self._options.host, rank, self._smp)
-            log.touch(mode=0o600)
+            _fresh_log(log)
             child = Child(self._options.command, env=env, log=log)
             self._children[rank] = child
             self._followers.append(LogFollower(self._console, rank, log))
@@ -132,6 +132,14 @@ class Ranks:
             code=max(code, 0),
             signal=max(-code, 0),
         )
+
+
+def _fresh_log(log: Path) -> None:
+    """An empty log; that of an earlier run of the job, which had this generation too, stays beside
+    it until the next one."""
+    if log.exists():
+        log.replace(log.with_suffix(".log.old"))
+    log.touch(mode=0o600)
 
 
 def rank_environment(

@@ -57,7 +57,7 @@ _LINES: dict[str, tuple[str, Callable[[Event], str]]] = {
         "bold red",
         lambda e: f"SIGKILL to {e['what']} of {e['target']} after step {e['step']}",
     ),
-    "fault": ("red", lambda e: f"{e['host']} reports {e.get('kind')}: {e.get('detail', '')}"),
+    "fault": ("red", lambda e: f"{e.get('kind')}: {e.get('detail', '')}"),
     "host_lost": ("red", lambda e: f"{e['host']} is lost"),
     "smp_restarted": ("yellow", lambda e: f"{e['host']} has its snapshot process back"),
     "smp_adopted": ("yellow", lambda e: f"{e['host']} adopts the snapshot process it finds"),

@@ -6,8 +6,10 @@ inherits; a tenth of a second of imports is saved for each.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from multiprocessing import reduction
@@ -17,6 +19,31 @@ from typing import Any
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["tests.host.forks", "tests.host.ranks", "jaxft.host.smp"])
+
+
+class Command:
+    """An SMP as the agent starts it."""
+
+    def __init__(self, arguments: list[str], fds: Sequence[int], log: Path, faults: str) -> None:
+        adopted = ["--fds", ",".join(map(str, fds))] if fds else []
+        with log.open("ab") as stderr:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "jaxft.host.smp", *arguments, *adopted],
+                pass_fds=fds,
+                stderr=stderr,
+                env={**os.environ, "JAXFT_FAULTS": faults},
+            )
+        self.pid = self._process.pid
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def join(self, timeout_s: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
 
 
 class Descriptors:

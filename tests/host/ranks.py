@@ -29,7 +29,7 @@ WAIT_S = 6.0
 
 def digest(data: bytes | Bytes) -> str:
     """What stands for bytes in an answer."""
-    return xxhash.xxh3_128_hexdigest(data)
+    return xxhash.xxh3_128_hexdigest(np.frombuffer(data, np.uint8).data)
 
 
 class Refusal(AssertionError):
@@ -79,6 +79,9 @@ class Rank:
     def stop(self) -> None:
         """SIGSTOP."""
         os.kill(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -138,7 +141,8 @@ class _Rank:
         if plan.chosen is None:
             return {}
         manifests = self._manifests(plan)
-        found, damaged = {}, []
+        found: dict[int, str] = {}
+        damaged: list[Damage] = []
         told = self.client.plan
         assert told is not None
         for place, manifest in manifests.items():
@@ -179,7 +183,7 @@ class _Rank:
         layout = GroupLayout(manifest.world.group_of(manifest.host), manifests)
         return sorted({layout.damage_at(manifest.host, at) for at in bad})
 
-    def _fetch(self, plan: Plan, manifest: Manifest) -> str | Sequence[Damage]:
+    def _fetch(self, plan: Plan, manifest: Manifest) -> str | list[Damage]:
         assert plan.chosen is not None
         self.fetches += 1
         number = self.fetches
@@ -189,7 +193,7 @@ class _Rank:
         told, arena = self._wait(plan, lambda: self.client.fetched.pop(number, None), "bytes")
         self.client.close_open("fetch")
         if told.damaged:
-            return told.damaged
+            return list(told.damaged)
         if told.error or arena is None:
             raise AssertionError(told.error)
         found = _parts(manifest, arena.view(told.offsets[0], manifest.length))
@@ -254,6 +258,11 @@ class _Rank:
         leaf = Leaf((("k", "x"),), "numpy", (len(data),), "uint8")
         leaves = msgspec.msgpack.encode((leaf,))
         self.client.say(p.Staged(seq=seq, part=part, leaves=leaves), open_as="staged")
+
+    def reconnect(self) -> None:
+        """The connection breaks, and nobody died."""
+        self.client._channel.close()
+        self.client.wait(lambda: not self.client._channel.ended or None, WAIT_S, "reconnecting")
 
     def staging_failed(self, seq: int, reason: str) -> None:
         self.client.say(p.StagingFailed(seq=seq, reason=reason), open_as="staged")

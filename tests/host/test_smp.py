@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from jaxft.group.world import Code
 from tests.host.world import World, segments
 

@@ -21,7 +21,7 @@ CHUNKS = 5
 
 
 def flip(host: Host, seq: int, offset: int, of: str = "segment") -> None:
-    """One bit of the share of the newest snapshot with this number, through a mapping of its own."""
+    """One bit of the share of the newest snapshot with this number, through the test's mapping."""
     number, slot = find(host, seq)
     start = 0 if of == "segment" else getattr(slot, of).offset
     arena = host.arena(1 + number)
@@ -125,7 +125,7 @@ def test_a_flipped_byte_of_a_manifest_is_a_lost_share_case_27(make_hosts, blob):
         assert hosts[2].until(p.Announced, kind="slot_damaged")
 
 
-def test_a_manifest_that_is_damaged_after_the_inventory_is_noticed_too_case_27(make_hosts, tmp_path):
+def test_a_manifest_that_is_damaged_after_the_inventory_is_noticed_too_case_27(make_hosts):
     hosts = make_hosts(4)
     world = World(hosts, 1, XOR)
     world.restore()
@@ -186,7 +186,10 @@ def test_a_ledger_that_names_a_shorter_blob_or_segment_counts_as_lost_case_28(ma
 def cut_short(host: Host, field: str) -> None:
     number, slot = find(host, 1)
     value = getattr(slot, field)
-    less = value - 1 if field == "length" else msgspec.structs.replace(value, length=value.length - 1)
+    if field == "length":
+        less = value - 1
+    else:
+        less = msgspec.structs.replace(value, length=value.length - 1)
     ledger = host.ledger()
     slots = list(ledger.slots)
     slots[number] = msgspec.structs.replace(slot, **{field: less})

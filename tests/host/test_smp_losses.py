@@ -32,7 +32,7 @@ def test_any_host_lost_at_each_phase_of_a_snapshot_case_24_34(make_hosts, code):
     world.restore()
     turns = [(phase, victim) for n, phase in enumerate(PHASES) for victim in (0, 1 + n % 3)]
     for phase, victim in turns:
-        old, new = segments(4, number), segments(4, number + 100)
+        old, new = segments(4, number), segments(4, number + 100, chunks=5)
         hosts[victim].kill()
         fault = PHASES[phase].format(seq=1, next=2)
         world.restart(hosts[victim], faults=fault.replace(":", f":generation={number},"))

@@ -108,6 +108,23 @@ def test_several_ranks_a_host_and_a_restart_within_a_snapshot(make_hosts):
     assert World(hosts, 2, code, ranks=2).restore(datas).step == 2
 
 
+def test_a_rank_whose_connection_broke_goes_on_where_it_was(make_hosts):
+    code = Code(data=1, parity=1)
+    hosts = make_hosts(2)
+    world = World(hosts, 1, code, ranks=2)
+    world.restore()
+    datas = segments(4)
+    for rank, data in zip(world.ranks, datas, strict=True):
+        rank.do("want", 0, 0, len(data))
+    for number in (0, 2, 3):
+        world.ranks[number].do("put", 0, datas[number])
+    world.ranks[1].do("granted", 0)
+    world.ranks[1].do("reconnect")
+    world.ranks[1].do("put", 0, datas[1])
+    assert world.outcome(0).ok
+    assert World(hosts, 2, code, ranks=2).restore(datas).step == 0
+
+
 # ------------------------------------------------------------------------------ aborts
 
 

@@ -95,6 +95,36 @@ def test_killed_while_it_rebuilds_a_lost_segment_case_25(make_hosts):
     assert world.save(0, 8, datas).ok
 
 
+def test_a_root_killed_when_it_has_told_only_some_that_all_have_restored_case_25(make_hosts):
+    hosts = make_hosts(4)
+    hosts[0].kill()
+    hosts[0].start(faults="smp.sent:body=Directive,settled=True=kill")
+    world = World(hosts, 1, CODES[0]).ask_restore()
+    world.restart(hosts[0])
+    assert restored(world).chosen is None
+    assert world.save(0, 1, segments(4)).ok
+
+
+def test_a_root_that_comes_back_before_its_rank_keeps_the_interval_case_25(make_hosts):
+    hosts = make_hosts(4)
+    world = World(hosts, 1, CODES[0], every=7)
+    world.restore()
+    hosts[0].kill()
+    world.restart(hosts[0], faults="smp.written:seq=0,state=coded=kill")
+    datas = segments(4)
+    world.begin(0, 0, datas)
+    world.put()
+    for place in (1, 2, 3):
+        world.ranks[place].do("staged", 0)
+    hosts[0].reaped()
+    world.ranks[0].stop()
+    world.restart(hosts[0])
+    outcome = world.ranks[1].do("outcome", 0)
+    assert (outcome.ok, outcome.interval) == (True, 7)
+    world.ranks[0].go_on()
+    assert world.outcome(0) == outcome
+
+
 def test_a_peer_killed_while_others_pull_from_it_case_26(make_hosts):
     """Whoever pulls waits without spinning, the snapshot is aborted, the next one committed."""
     hosts = make_hosts(4, "--silence-s", "1")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing.process
 import os
 import secrets
 import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -26,6 +25,8 @@ from jaxft.host.memory import Arena
 from tests.host import forks
 from tests.host.ranks import WAIT_S, Rank, digest
 
+__all__ = ["WAIT_S", "Host", "World", "restored", "segments", "until"]
+
 
 def until(ready: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
     """Waits until `ready()` gives something true."""
@@ -41,21 +42,25 @@ def until(ready: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any
 class Host:
     """One host: its SMP process and the agent's connection to it; `join` waits for it."""
 
-    def __init__(self, name: str, directory: Path, *options: str, faults: str = "") -> None:
+    def __init__(
+        self, name: str, directory: Path, *options: str, faults: str = "", command: bool = False
+    ) -> None:
         self.name = name
         self.directory = directory / name
         self.directory.mkdir(mode=0o700, parents=True)
         self.options = options
+        self.command = command
         self.heard: list[p.ServerMessage] = []
         self.fds: tuple[int, ...] = ()
         self.ranks: list[Rank] = []
         self.channel: LocalChannel | None = None
         self.process = self._launch(faults)
 
-    def _launch(self, faults: str) -> multiprocessing.process.BaseProcess:
+    def _launch(self, faults: str) -> Any:
         arguments = ["--job", "test", "--host", self.name, "--dir", str(self.directory)]
         arguments += ["--orphan-s", "20", "--rejoin-s", "0.3", *self.options]
-        return forks.start_smp(arguments, self.fds, self.directory / "smp.log", faults)
+        start = forks.Command if self.command else forks.start_smp
+        return start(arguments, self.fds, self.directory / "smp.log", faults)
 
     def start(self, *, faults: str = "") -> None:
         """Starts the SMP again, on the memory that is left if there is any."""
@@ -216,6 +221,7 @@ class World:
         fresh: bool = False,
         holders: Sequence[Host] = (),
         ranks: int = 1,
+        every: int = 1,
         kill: bool = True,
     ) -> None:
         self.hosts = list(hosts)
@@ -223,7 +229,7 @@ class World:
         self.generation = generation_of(
             hosts, number, code, fresh=fresh, holders=holders, ranks=ranks
         )
-        self.options = RankOptions(every_steps=1, storage=storage)
+        self.options = RankOptions(every_steps=every, storage=storage)
         for host in (*hosts, *holders):
             if kill:
                 host.end_ranks()
@@ -267,7 +273,7 @@ class World:
         """The one plan that every rank is told."""
         plans = self.all("plan", after)
         assert all(one == plans[0] for one in plans)
-        return plans[0]
+        return cast(Plan, plans[0])
 
     def restore(self, *datas: Sequence[bytes]) -> Plan:
         """Every rank restores; what it got is one of `datas` (nothing, if there are none)."""
@@ -301,16 +307,13 @@ class World:
     def outcome(self, seq: int) -> Outcome:
         outcomes = self.all("outcome", seq)
         assert all(one == outcomes[0] for one in outcomes)
-        return outcomes[0]
+        return cast(Outcome, outcomes[0])
 
 
 def restored(world: World, *datas: Sequence[bytes]) -> Plan:
     """What came of `World.ask_restore`."""
-    try: answers = [rank.answer() for rank in world.ranks]
-    except BaseException:
-        for h in world.hosts: print(h.name, h.inspect(), h.listen()[-4:])
-        raise
-    plan, got = answers[0]
+    answers = [rank.answer() for rank in world.ranks]
+    plan, got = cast(tuple[Plan, dict[int, str]], answers[0])
     assert all(answer == (plan, got) for answer in answers)
     count = len(world.ranks) // len(world.hosts)
     wanted = [

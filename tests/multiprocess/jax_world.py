@@ -7,8 +7,11 @@ world agree on. A rank is either this very process (`seat`), or a process of its
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -98,9 +101,21 @@ class Host:
                 if received is not None:
                     self.heard.append(p.decode_server(received.payload))
 
+    def say(self, message: p.ClientMessage) -> None:
+        self._channel.send(p.encode(message))
+
+    def move(self, name: str) -> None:
+        """The host has another name from now on, and the memory it had."""
+        self.kill()
+        self._entered = None
+        self.name = name
+        self.directory = self.directory.with_name(name)
+        self.directory.mkdir(mode=0o700)
+        self.start()
+
     def enter(self, generation: Generation) -> None:
         self._entered = generation
-        self._channel.send(p.encode(p.Enter(generation=generation)))
+        self.say(p.Enter(generation=generation))
 
     def inspect(self) -> dict[str, Any]:
         """What the SMP says of itself."""
@@ -171,3 +186,105 @@ def seat(host: Host, generation: Generation, rank: int = 0, coordinator: str = "
         coordinator=coordinator,
         smp=str(host.directory / "smp.sock"),
     )
+
+
+class Ranks:
+    """The training processes of one generation; each runs `train.py`.
+
+    Args:
+        hosts: the world's; `holders` only lend what their memory holds.
+        directory: where logs and results go.
+        steps: the ranks train up to this step and end.
+        ranks: of each host.
+        faults: faults on purpose in the ranks.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        number: int,
+        directory: Path,
+        *,
+        steps: int,
+        code: Code,
+        every: int = 1,
+        ranks: int = 1,
+        devices: int = 2,
+        fresh: bool = False,
+        holders: Sequence[Host] = (),
+        faults: str = "",
+    ) -> None:
+        self._number = number
+        self._directory = directory
+        generation = generation_of(hosts, number, code, ranks=ranks, fresh=fresh, holders=holders)
+        for host in (*hosts, *holders):
+            host.enter(generation)
+        # Held, so that nobody else gets the port: the coordinator's socket may share it.
+        with socket.socket() as held:
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.bind(("127.0.0.1", 0))
+            coordinator = f"127.0.0.1:{held.getsockname()[1]}"
+            self.processes = [
+                self._start(
+                    seat(host, generation, ranks * place + local, coordinator),
+                    {"steps": steps, "every": every, "devices": devices},
+                    faults,
+                )
+                for place, host in enumerate(hosts)
+                for local in range(ranks)
+            ]
+            until(lambda: self.ended or self.said(0, "started"), "the ranks meet", 60.0)
+
+    def _start(self, env: RankEnv, options: dict[str, Any], faults: str) -> subprocess.Popen[bytes]:
+        script = Path(__file__).with_name("train.py")
+        more = {**env.to_environ(), "JAX_PLATFORMS": "cpu", "JAXFT_FAULTS": faults}
+        out = {"out": str(self._path(env.rank, "jsonl"))}
+        with self._path(env.rank, "log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, str(script), json.dumps({**options, **out})],
+                env=environment(more),
+                stdout=log,
+                stderr=log,
+            )
+
+    def _path(self, rank: int, kind: str) -> Path:
+        return self._directory / f"generation{self._number}-rank{rank}.{kind}"
+
+    @property
+    def ended(self) -> bool:
+        return any(process.poll() is not None for process in self.processes)
+
+    def said(self, rank: int, event: str) -> list[dict[str, Any]]:
+        """What a rank has said of this kind so far."""
+        path = self._path(rank, "jsonl")
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [one for one in map(json.loads, lines) if one["event"] == event]
+
+    def finish(self, timeout_s: float = 90.0) -> None:
+        """Waits until all have ended, and well."""
+        until(lambda: self._all_ended() or self._failed(), "the ranks end", timeout_s)
+        failed = self._failed()
+        self.kill()
+        assert not failed, f"ranks {failed} failed\n{self.log(failed[0])}"
+
+    def die(self, rank: int, timeout_s: float = 90.0) -> None:
+        """Waits until this rank was killed, and kills the others, which wait for it for ever."""
+        until(lambda: self.ended, f"rank {rank} dies", timeout_s)
+        codes = [process.poll() for process in self.processes]
+        self.kill()
+        assert codes[rank] == -signal.SIGKILL, f"{codes}\n{self.log(rank)}"
+
+    def _all_ended(self) -> bool:
+        return all(process.poll() is not None for process in self.processes)
+
+    def _failed(self) -> list[int]:
+        return [rank for rank, process in enumerate(self.processes) if process.poll()]
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.wait(WAIT_S)
+
+    def log(self, rank: int) -> str:
+        return self._path(rank, "log").read_text()[-3000:]

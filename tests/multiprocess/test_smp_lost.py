@@ -158,7 +158,9 @@ def test_slots_that_do_not_fit_are_refused_before_training_case_41(
 ) -> None:
     lone = make_lone(memory_max_mib=4)
     state = {"rows": np.zeros(3 << 20, np.uint8)}
-    message = re.escape("host h0: two snapshot slots of") + r".*for 3\.0 MiB of state.*3\.9 MiB left"
+    message = (
+        re.escape("host h0: two snapshot slots of") + r".*for 3\.0 MiB of state.*3\.9 MiB left"
+    )
     for begin in ("restore", "save"):
         snapshotter = lone.open(every=1)
         with pytest.raises(jaxft.MemoryLimitError, match=message + ".*more hosts"):

@@ -60,6 +60,8 @@ class Checker:
         self.commits: list[SnapshotId] = []
         self.told_commits: list[SnapshotId] = []
         self.bases: dict[int, SnapshotId | None] = {}
+        self.settled: dict[int, set[str]] = {}
+        self.went_on: dict[int, SnapshotId | None] = {}
         self.absent: dict[SnapshotId, set[str]] = {}
         self.damaged: set[tuple[SnapshotId, str]] = set()
         self.announced: list[tuple[str, Mapping[str, str | int | float]]] = []
@@ -150,12 +152,12 @@ class Checker:
     def _protected(self, machine: Machine, record: Slot) -> str:
         if record.id is None or not record.readable:
             return ""
-        if record.id == self.newest:
+        if record.id == self.newest and machine.name not in self.absent.get(record.id, ()):
             return "the newest committed one, or what the generation goes on from"
         helper = machine.helper
-        if helper is not None and helper.alive and helper.copying == record.id:
-            if helper.state == "ready":
-                return "being copied to storage"
+        copying = helper is not None and helper.alive and helper.state == "ready"
+        if helper is not None and copying and helper.copying == record.id:
+            return "being copied to storage"
         return ""
 
     def _check_outcome(self, machine: Machine, old: Ledger, new: Ledger, outcome: Outcome) -> None:
@@ -195,28 +197,37 @@ class Checker:
 
     def _settle(self, machine: Machine, ledger: Ledger) -> None:
         record = ledger.lineage[-1]
-        if record.generation in self.bases:
-            if self.bases[record.generation] != record.base:
-                bases = f"{self.bases[record.generation]} and {record.base}"
-                self.fail("I2", f"generation {record.generation} goes on from {bases}")
+        number, base = record.generation, record.base
+        if number not in self.bases:
+            if machine.name != self.roots[number]:
+                self.fail("I2", f"{machine.name} has settled before the root has written it")
+            self._first_to_settle(number, base)
+        if self.bases[number] != base:
+            self.fail("I2", f"generation {number} goes on from {self.bases[number]} and {base}")
+        there = self.settled.setdefault(number, set())
+        there.add(machine.name)
+        if there >= set(self.hosts[number]):
+            self.went_on[number] = base
+
+    def _first_to_settle(self, number: int, base: SnapshotId | None) -> None:
+        late = any(later > number for later in self.bases)
+        self.bases[number] = base
+        if late:  # the root of a generation that the others have left; nobody hears it any more
             return
-        if machine.name != self.roots[record.generation]:
-            self.fail("I2", f"{machine.name} has settled before the root has written it")
-        left = abandoned(record.base, self.bases) if record.base is not None else None
+        left = abandoned(base, self.went_on) if base is not None else None
         if left is not None:
-            self.fail("I2", f"{record.base} is restored, but generation {left} had left its branch")
-        self.bases[record.generation] = record.base
-        if self.told is not None and (record.base is None or record.base < self.told):
-            absent = set(self.by_arena(self.told)) - self.arenas[record.generation].keys()
+            self.fail("I2", f"{base} is restored, but generation {left} had left its branch")
+        if self.told is not None and (base is None or base < self.told):
+            absent = set(self.by_arena(self.told)) - self.arenas[number].keys()
             if self.sim.setup.check_budget and self.within_budget(absent):
-                self.fail("I1", f"generation {record.generation} went back to {record.base}")
-            self.told = record.base
-        if self.newest is None or self.newest.generation < record.generation:
-            self.newest = record.base
-        if record.base is not None:
-            here = self.arenas[record.generation].keys()
-            away = self.absent.setdefault(record.base, set())
-            away |= self.by_arena(record.base).keys() - here
+                self.fail("I1", f"generation {number} went back to {base}")
+            self.told = base
+        if self.newest is None or self.newest.generation < number:
+            self.newest = base
+        if base is not None:
+            here = self.arenas[number].keys()
+            away = self.absent.setdefault(base, set())
+            away |= self.by_arena(base).keys() - here
 
     # ------------------------------------------------------------------ writes
 
@@ -251,7 +262,9 @@ class Checker:
             self.fail("I6", f"wrong bytes of place {place} of {identity} are given to a rank")
 
     def on_restored(self, rank: Rank, plan: Plan, states: set[State]) -> None:
-        if len(states) != 1:
+        if len(states) != 1 or (
+            plan.chosen is not None and len(self.saved_state[plan.chosen]) != 1
+        ):
             self.fail("I2", f"rank {rank.number} restores a mixture: {sorted(states)}")
 
     def on_settled(self, rank: Rank, base: SnapshotId | None) -> None:
@@ -398,14 +411,14 @@ class Checker:
             return ""
         mates = [host for host in group.hosts if host != record.host]
         for piece in range(count):
-            if content.parity.get(piece) != tuple((mate, saved.get((mate, piece))) for mate in mates):
+            if content.parity.get(piece) != tuple(
+                (mate, saved.get((mate, piece))) for mate in mates
+            ):
                 return f"parity {piece} is wrong"
         return ""
 
 
-def abandoned(
-    identity: SnapshotId, bases: Mapping[int, SnapshotId | None]
-) -> int | None:
+def abandoned(identity: SnapshotId, bases: Mapping[int, SnapshotId | None]) -> int | None:
     """The generation that went on from something older than this, if there is one."""
     for generation, base in bases.items():
         if identity.generation < generation and (base is None or base < identity):

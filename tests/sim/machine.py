@@ -31,6 +31,7 @@ class Machine:
         self.arenas = 0
         self.paused = False
         self.kill_s = 0.005
+        self.copy_s = 0.05
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.memory: Memory | None = None
         self.smp: Smp | None = None
@@ -213,7 +214,7 @@ class Helper:
     def copy(self, identity: SnapshotId, step: int) -> None:
         if self.copying is None:
             self.copying = identity
-            self.sim.at(self.sim.soon(0.05, 0.6), self._copied, identity, step)
+            self.sim.at(self.sim.soon(self.machine.copy_s, 0.6), self._copied, identity, step)
 
     def _copied(self, identity: SnapshotId, step: int) -> None:
         memory = self.machine.memory

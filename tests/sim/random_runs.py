@@ -14,6 +14,7 @@ from jaxft.group.world import Code
 from tests.sim.checker import Violation
 from tests.sim.machine import Machine
 from tests.sim.memory import PIECES
+from tests.sim.rank import Rank
 from tests.sim.simulator import Setup, Simulator
 
 COMMITS = 2
@@ -86,14 +87,15 @@ class Chaos:
             self.random.choice(machine.ranks).crash()
 
     def stop_rank(self, machine: Machine) -> None:
-        for rank in machine.ranks[:1]:
+        if machine.ranks:
+            rank = machine.ranks[0]
             rank.stop()
             self._later(0.1, 3.0, rank.wake)
-            number = rank.generation.number
-            self.sim.at(1.5, lambda: self.watchdog(number) if rank.stopped else None)
+            self.sim.at(1.5, self._watchdog, rank)
 
-    def watchdog(self, number: int) -> None:
-        self.sim.oracle.fault(number, "a rank hangs")
+    def _watchdog(self, rank: Rank) -> None:
+        if rank.stopped:
+            self.sim.oracle.fault(rank.generation.number, "a rank hangs")
 
     def kill_smp(self, machine: Machine) -> None:
         if machine.smp is not None:
@@ -212,9 +214,7 @@ def _run(sim: Simulator, random: Random) -> None:
     sim.run(at_s + 1.0)
     chaos.heal()
     before, messages, since_s = len(sim.checker.told_commits), sim.messages, sim.now
-    if not sim.run(
-        sim.now + PEACE_S, lambda: len(sim.checker.told_commits) >= before + COMMITS
-    ):
+    if not sim.run(sim.now + PEACE_S, lambda: len(sim.checker.told_commits) >= before + COMMITS):
         raise Violation("progress", f"no {COMMITS} commits within {PEACE_S} s of peace")
     rate = (sim.messages - messages) / max(1.0, sim.now - since_s) / len(sim.machines)
     if rate > MESSAGES_A_HOST_S:

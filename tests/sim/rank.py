@@ -160,8 +160,9 @@ class Rank:
         )
 
     def _tell(self, event: e.Event) -> None:
-        if self.smp is not None and self.smp.alive:
-            self.smp.deliver(event)
+        smp = self.smp
+        if smp is not None and smp.alive and smp.core.keeper.generation is self.generation:
+            smp.deliver(event)
 
     def hear(self, effect: e.Effect) -> None:
         self.later(LOCAL_S, self._hear, effect, self.smp)

@@ -25,8 +25,8 @@ from tests.sim.oracle import Oracle
 from tests.sim.rank import Job, Rank, State
 from tests.sim.story import brief
 
-LOCAL_S = 0.001
-TICK_S = 0.25
+CODE = Code(data=2, parity=1)
+TIMING = Timing(silence_s=1.5, rejoin_s=0.5, persist_s=5.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Setup:
     hosts: int = 3
     hosts_max: int = 0
     hosts_min: int = 2
-    code: Code = Code(data=2, parity=1)
+    code: Code = CODE
     ranks: int = 1
     every_steps: int = 3
     every_s: float = 0.0
@@ -46,7 +46,7 @@ class Setup:
     slow: float = 0.0
     calm: bool = True
     check_budget: bool = True
-    timing: Timing = Timing(silence_s=1.5, rejoin_s=0.5, persist_s=5.0)
+    timing: Timing = TIMING
 
 
 class Simulator:
@@ -65,7 +65,6 @@ class Simulator:
         self.state_of: dict[int, State] = {}
         self.blocked: set[frozenset[str]] = set()
         self.held: list[tuple[Callable[[Envelope, str], bool], list[tuple[Envelope, str]]]] = []
-        self.accept_foreign = False
         self.stuck: set[str] = set()
         self.crash_points: list[tuple[str, Callable[[e.Effect], bool]]] = []
         self.digests: dict[str, str] = {}

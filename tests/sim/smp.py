@@ -66,17 +66,20 @@ class Smp:
         if self.machine.paused:
             self.machine.backlog.append((self.receive, (envelope,)))
             return
-        generation = self.core.keeper.generation
-        if not self.sim.accept_foreign:
-            if generation is None or generation.number != envelope.generation:
-                return
-            members = (*generation.hosts, *generation.holders)
-            arenas = {member.host: member.arena for member in members}
-            if generation.nonce != envelope.nonce or arenas.get(envelope.sender) != envelope.arena:
-                return
+        if not self.is_ours(envelope):
+            return
         self.cause = envelope.generation
         self.deliver(e.Heard(envelope.sender, envelope.body))
         self.cause = 0
+
+    def is_ours(self, envelope: Envelope) -> bool:
+        """Is it of this generation, and from the memory that the generation was formed with?"""
+        generation = self.core.keeper.generation
+        if generation is None or generation.number != envelope.generation:
+            return False
+        members = (*generation.hosts, *generation.holders)
+        arenas = {member.host: member.arena for member in members}
+        return generation.nonce == envelope.nonce and arenas.get(envelope.sender) == envelope.arena
 
     def deliver(self, event: e.Event) -> None:
         if not self.alive:
@@ -114,7 +117,7 @@ class Smp:
                     return
                 identity = self.memory.ledger.slots[slot].id
                 assert identity is not None
-                failed = e.CodingFailed(identity, "the manifest is damaged")
+                failed = e.GrantFailed(identity, "the manifest is damaged")
                 self.sim.at(LOCAL_S, self.deliver, failed)
                 return
             case _:
@@ -171,7 +174,13 @@ class Smp:
         self.sim.send(envelope, address)
 
     def ranks(self) -> list[Rank]:
-        return [rank for rank in self.machine.ranks if rank.alive and rank.smp is self]
+        """Those that it talks to: connected, and of the generation it is in."""
+        generation = self.core.keeper.generation
+        return [
+            rank
+            for rank in self.machine.ranks
+            if rank.alive and rank.smp is self and rank.generation is generation
+        ]
 
     def _grant(self, grant: e.Grant) -> None:
         self.sim.checker.on_grant(self.machine, grant)
@@ -247,7 +256,7 @@ class Work:
             return
         if self.smp.machine.paused:
             self.smp.machine.backlog.append((self._wake, ()))
-        elif self.smp.machine.name in self.sim.stuck:
+        elif isinstance(self, Coding) and self.smp.machine.name in self.sim.stuck:
             self.sim.at(0.01, self._wake)
         else:
             self.step()
@@ -328,9 +337,13 @@ class Coding(Work):
                 self.again(0.1)
             return
         manifest = self.manifests.get(mate) or served[0]
-        wrong = [] if manifest is None else [
-            index for index, token in enumerate(checks(manifest)) if served[1][index] != token
-        ]
+        wrong = (
+            []
+            if manifest is None
+            else [
+                index for index, token in enumerate(checks(manifest)) if served[1][index] != token
+            ]
+        )
         if manifest is None or wrong:
             self.end(e.CodingFailed(self.order.id, f"damaged bytes from {address}"))
             return

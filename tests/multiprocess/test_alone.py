@@ -1,0 +1,117 @@
+"""A script that nobody launched: its memory outlives it, and goes when it has finished."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxft.host.attach import HOST, default_job
+from tests.multiprocess.alone import START, STEPS, train_step
+
+ROOT = Path(__file__).parents[2]
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def environ(tmp_path: Path) -> dict[str, str]:
+    """A run directory of its own (short, for the sockets in it)."""
+    return {**os.environ, "JAXFT_RUN_DIR": str(tmp_path / "r"), "JAX_PLATFORMS": "cpu"}
+
+
+def start(environ: dict[str, str], *fates: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.multiprocess.alone", "j", *fates],
+        cwd=ROOT,
+        env=environ,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(environ: dict[str, str], *fates: str) -> tuple[int, str]:
+    process = start(environ, *fates)
+    output, _ = process.communicate(timeout=WAIT_S)
+    return process.returncode, output
+
+
+def keepers(environ: dict[str, str]) -> list[int]:
+    """Processes that still work below this test's run directory."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (path / "cmdline").read_bytes()
+            setting = (path / "environ").read_bytes()
+        except OSError:
+            continue
+        if b"jaxft" in command and environ["JAXFT_RUN_DIR"].encode() in setting:
+            found.append(int(path.name))
+    return found
+
+
+def until_gone(environ: dict[str, str]) -> None:
+    deadline_s = time.monotonic() + 15.0
+    while keepers(environ):
+        assert time.monotonic() < deadline_s, f"still there: {keepers(environ)}"
+        time.sleep(0.05)
+
+
+def expected() -> str:
+    state = START
+    for _ in range(STEPS):
+        state = train_step(state)
+    return float(state["x"].sum()).hex()
+
+
+def test_a_killed_script_goes_on_from_memory_and_a_finished_one_leaves_nothing(environ):
+    status, output = run(environ, "kill@3")
+    assert status == -signal.SIGKILL
+    assert "from 0 none" in output
+    status, output = run(environ, "kill@5")
+    assert status == -signal.SIGKILL
+    assert "from 3 own" in output
+    status, output = run(environ, "end")
+    assert status == 0, output
+    assert "from 5 own" in output
+    assert f"sum {expected()}" in output
+    until_gone(environ)
+    assert not (Path(environ["JAXFT_RUN_DIR"]) / "j" / HOST / "smp.sock").exists()
+
+
+def test_a_notebook_fails_in_a_cell_and_goes_on_in_the_next(environ):
+    status, output = run(environ, "fail@2", "end")
+    assert status == 0, output
+    assert "failed: the loss is not a number" in output
+    assert "from 2 own" in output
+    assert f"sum {expected()}" in output
+    until_gone(environ)
+
+
+def test_two_scripts_with_one_job_name_do_not_share_it(environ):
+    first = start(environ, "wait@1")
+    assert first.stdout is not None
+    try:
+        while "waiting" not in first.stdout.readline():
+            assert first.poll() is None
+        status, output = run(environ, "end")
+        assert status == 3
+        assert f"process {first.pid} runs this job already" in output
+    finally:
+        output, _ = first.communicate("\n", timeout=WAIT_S)
+    assert first.returncode == 0, output
+    until_gone(environ)
+
+
+def test_a_script_names_its_job(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/a/b c/train llama.py", "--x"])
+    one = default_job()
+    monkeypatch.setattr(sys, "argv", ["/a/other/train llama.py"])
+    assert one.startswith("train-llama-")
+    assert default_job() != one

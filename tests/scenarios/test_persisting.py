@@ -1,0 +1,79 @@
+"""Persisting: a snapshot on its way to storage keeps its slot until every helper has its copy."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from jaxft.group import events as e
+from jaxft.group.keeper import Keeper
+from jaxft.group.messages import Directive
+from jaxft.group.world import Generation
+from tests.scenarios.stage import Stage, shown
+
+Patch = pytest.MonkeyPatch
+
+
+def _copying(stage: Stage, name: str) -> bool:
+    helper = stage.host(name).helper
+    return helper is not None and helper.copying is not None and helper.state == "ready"
+
+
+def a_slow_copy() -> None:
+    """The helper of b takes long, and two snapshots later its slot would be the next to use."""
+    stage = Stage(every_steps=1, persist_every=1)
+    stage.host("b").copy_s = 3.0
+    stage.until(lambda: _copying(stage, "b"))
+    stage.run(2.0)
+    stage.peace()
+
+
+def test_what_is_persisted_is_pinned(monkeypatch: Patch) -> None:
+    def without(patch: Patch) -> None:
+        def pinned(self: Keeper) -> set[object]:
+            outcome = self.ledger.outcome
+            return set() if outcome is None else {outcome.committed}
+
+        patch.setattr(Keeper, "pinned", property(pinned))
+
+    shown(a_slow_copy, without, "I3", monkeypatch)
+
+
+def an_smp_is_started_again_while_its_slot_is_copied() -> None:
+    """The SMP of b is started again two snapshots later, and hears the root late."""
+    stage = Stage(every_steps=1, persist_every=1)
+    stage.host("b").copy_s = 3.0
+    stage.until(lambda: _copying(stage, "b"))
+    stage.run(1.0)
+    late = stage.hold(Directive, to="b")
+    stage.host("b").kill_smp()
+    stage.run(1.0)
+    late.release()
+    stage.peace()
+
+
+def test_the_pin_outlives_the_smp(monkeypatch: Patch) -> None:
+    real = Keeper._resume
+
+    def forgetful(self: Keeper, generation: Generation) -> list[e.Effect]:
+        self.ledger = msgspec.structs.replace(self.ledger, persist=None)
+        return real(self, generation)
+
+    shown(
+        an_smp_is_started_again_while_its_slot_is_copied,
+        lambda patch: patch.setattr(Keeper, "_resume", forgetful),
+        "I3",
+        monkeypatch,
+    )
+
+
+def test_a_persist_goes_on_when_the_root_is_started_again() -> None:
+    stage = Stage(every_steps=1, persist_every=1)
+    stage.host("b").copy_s = 2.0
+    stage.until(lambda: _copying(stage, "b"))
+    helper = stage.host("b").helper
+    stage.host("a").kill_smp()
+    stage.run(1.5)
+    assert stage.host("b").helper is helper
+    stage.until(lambda: any(kind == "persisted" for kind, _ in stage.sim.checker.announced))
+    stage.peace()
