@@ -289,7 +289,7 @@ def _follow(
         if fallback is None:
             raise NothingRecoverable("the plan names a checkpoint and no fallback is configured")
         try:
-            state, extras = fallback.restore(plan.storage, like)
+            state, extras = fallback.restore(plan.storage, like, strict=strict)
         except (TreeMismatch, NothingRecoverable):
             raise
         except Exception as error:

@@ -105,7 +105,7 @@ class Snapshotter:
         self.fallback = fallback
         self._fresh = fresh
         options = _rank_options(every, fallback)
-        self._seat = take_seat(job)
+        self._seat = take_seat(job, _newest_generation(options))
         self.env = self._seat.env
         hello = greeting(
             "rank",
@@ -323,7 +323,7 @@ class Snapshotter:
             checksums=checksums,
             extras=job.extras,
         )
-        leaves = msgspec.msgpack.encode(job.staged.leaves)
+        leaves = msgspec.msgpack.encode(job.staged.leaves + job.plan.empty)
         client.say(p.Staged(seq=job.seq, part=part, leaves=leaves), open_as="staged")
         reach("stage.told", rank=self.env.rank, seq=job.seq, step=job.step)
 
@@ -503,6 +503,12 @@ def _check_step(step: Any) -> int:
         return operator.index(step)
     except TypeError as error:
         raise ConfigError(f"step={step!r}: expected an integer") from error
+
+
+def _newest_generation(options: RankOptions) -> int:
+    """The newest generation that storage knows of."""
+    known = (entry.id.generation for entry in options.storage or () if entry.id is not None)
+    return max(known, default=0)
 
 
 def _rank_options(every: int | str, fallback: OrbaxFallback | None) -> RankOptions:

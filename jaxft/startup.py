@@ -50,7 +50,7 @@ def _bind_address(coordinator: str) -> str | None:
         return None
 
 
-def take_seat(job: str | None) -> Seat:
+def take_seat(job: str | None, floor: int = 0) -> Seat:
     """Where this rank stands: as its agent said, or, in a process that nobody launched, as the one
     rank of a job of its own.
 
@@ -60,7 +60,7 @@ def take_seat(job: str | None) -> Seat:
     """
     env = RankEnv.from_environ()
     if env is None:
-        return attach(job)
+        return attach(job, floor)
     if job is not None and job != env.job:
         raise ConfigError(f'Snapshotter(job="{job}"): `jaxft run` runs this script as "{env.job}"')
     return Seat(env)

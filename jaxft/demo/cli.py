@@ -57,7 +57,7 @@ def demo(
 
     Exit status 0 only if every loss and the last state are equal, bit for bit.
     """
-    console = Console()
+    console = Console(highlight=False)
     _check_installed()
     options = plan_demo(
         hosts=hosts,

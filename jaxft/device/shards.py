@@ -29,7 +29,7 @@ import xxhash
 from jax import Device
 
 from jaxft.device.boxes import Box, count, cut_rows, from_index, whole
-from jaxft.device.leaves import describe, element, flatten, show, stored_shape
+from jaxft.device.leaves import describe, element, empty_nodes, flatten, show, stored_shape
 from jaxft.errors import ConfigError
 from jaxft.group.manifest import ALIGN, Leaf, Range, align
 
@@ -74,6 +74,7 @@ class Plan:
 
     Attributes:
         leaves: every leaf of the tree, without the values of literals.
+        empty: the tree's nodes with nothing in them, see `leaves.empty_nodes`.
         treedef: the tree's structure.
         owned: this process's ranges, by ascending offset.
         length: bytes of this process's part.
@@ -81,6 +82,7 @@ class Plan:
     """
 
     leaves: tuple[Leaf, ...]
+    empty: tuple[Leaf, ...]
     treedef: jax.tree_util.PyTreeDef
     owned: tuple[Owned, ...]
     length: int
@@ -135,7 +137,12 @@ def make_plan(tree: Any, processes: Processes | None = None) -> Plan:
         planner.add(number, leaf, value)
     owned, length = _lay_out(planner.cuts, described)
     return Plan(
-        leaves=described, treedef=treedef, owned=owned, length=length, digest=planner.digest()
+        leaves=described,
+        empty=empty_nodes(tree),
+        treedef=treedef,
+        owned=owned,
+        length=length,
+        digest=planner.digest(),
     )
 
 

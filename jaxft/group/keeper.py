@@ -129,7 +129,7 @@ class Keeper:
         restored = hows.pop() if len(hows) == 1 else ("mixed" if "" not in hows else "")
         if not ranks:
             restored = "verified"
-        plan = self.directive.plan
+        plan, order = self.directive.plan, self.ledger.persist
         return Status(
             version=self._version,
             frozen=self.frozen,
@@ -144,6 +144,7 @@ class Keeper:
             outcome_seq=-1 if self.ledger.outcome is None else self.ledger.outcome.seq,
             report=self._report(),
             persist=self._persist,
+            persist_ended=order.number if order is not None and order.result else 0,
         )
 
     def _rank_numbers(self) -> list[int]:
@@ -219,7 +220,8 @@ class Keeper:
             case e.CodingFailed(identity, reason):
                 return self._coding_failed(identity, reason)
             case e.PersistProgressed(state):
-                self._persist = state
+                if self._persist is None or state.number >= self._persist.number:
+                    self._persist = state
             case _:
                 pass
         return []
@@ -399,6 +401,8 @@ class Keeper:
             effects.append(e.TellSettled(settled))
             known = (self.ledger.before, self.ledger.outcome)
             effects += [e.TellOutcome(outcome) for outcome in known if outcome is not None]
+            if self.ledger.persist is not None:
+                effects.append(e.TellPersist(self.ledger.persist))
         elif self.directive.plan is not None:
             effects.append(e.TellPlan(self.directive.plan))
         return effects
@@ -588,7 +592,11 @@ class Keeper:
         if identity == self.next_id:
             self._snapshot_failure = self._snapshot_failure or reason
         elif plan is not None and plan.chosen == identity and not self._finished:
+            # Whatever the reason, this share cannot be made whole: the root has to plan without it.
             self._failure = self._failure or reason
+            self._damaged |= {
+                Damage(slot.host) for slot in self.ledger.slots if slot.id == identity
+            }
         return []
 
     # -------------------------------------------------------------------- telling the root

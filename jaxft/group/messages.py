@@ -17,7 +17,7 @@ from __future__ import annotations
 import msgspec
 
 from jaxft.group.manifest import Manifest, SnapshotId
-from jaxft.group.world import World
+from jaxft.group.world import Generation, World
 
 # ---------------------------------------------------------------- what a host remembers
 
@@ -245,7 +245,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
 
     `ledger` is there from the moment the host is frozen (old ranks dead, coding stopped) until it
     knows that the generation has settled. `restored` is "verified" or "skipped" once all its ranks
-    have said so for plan `attempt`; `failure` says why they cannot, `damaged` what they found.
+    have said so for plan `attempt`; `persist_ended` is the newest persist whose result it knows;
+    `failure` says why they cannot, `damaged` what they found.
     """
 
     version: int
@@ -261,6 +262,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     outcome_seq: int = -1
     report: Report | None = None
     persist: PersistState | None = None
+    persist_ended: int = 0
 
 
 class Directive(msgspec.Struct, frozen=True, kw_only=True, tag="directive"):
@@ -292,7 +294,14 @@ class ManifestAck(msgspec.Struct, frozen=True, kw_only=True, tag="manifest_ack")
     id: SnapshotId
 
 
-Body = Status | Directive | ManifestNotice | ManifestAck
+class Invite(msgspec.Struct, frozen=True, kw_only=True, tag="invite"):
+    """From the root to a holder that has not answered: its agent may be dead, so that nobody else
+    tells it of this generation."""
+
+    generation: Generation
+
+
+Body = Status | Directive | ManifestNotice | ManifestAck | Invite
 
 
 class Envelope(msgspec.Struct, frozen=True, kw_only=True):

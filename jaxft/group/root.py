@@ -13,6 +13,8 @@ asks nobody: the hosts send their status all the time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from jaxft.group import events as e
@@ -21,6 +23,7 @@ from jaxft.group.manifest import SnapshotId
 from jaxft.group.messages import (
     Damage,
     Directive,
+    Invite,
     Ledger,
     Outcome,
     PersistOrder,
@@ -100,8 +103,16 @@ class Root:
         self._wake(now_s)
         effects = self.advance(now_s)
         if now_s - self._sent_s >= RESEND_S:
-            effects += self._tell_all(now_s)
+            effects += self._tell_all(now_s) + self._invite()
         return effects
+
+    def _invite(self) -> list[e.Effect]:
+        """Holders that have not been heard are asked in."""
+        return [
+            e.Send(member.address, Invite(generation=self.generation))
+            for member in self.generation.holders
+            if member.host not in self.statuses and not self.directive.settled
+        ]
 
     def advance(self, now_s: float) -> list[e.Effect]:
         """Decides what can be decided."""
@@ -167,6 +178,9 @@ class Root:
         first = self.statuses.get(self.generation.hosts[0].host)
         if waiting or first is None or first.options is None:
             return []
+        floor = _newest_generation(first.options.storage or ())
+        if floor >= self.generation.number:
+            return self._refuse_number(floor)
         if self._complete_s is None:
             self._complete_s = now_s
         plan = self._choose(self._attempt + 1)
@@ -186,6 +200,16 @@ class Root:
         return self._announce_plan(plan) + self._direct(
             now_s, plan=plan, interval=interval_steps(first.options, {})
         )
+
+    def _refuse_number(self, floor: int) -> list[e.Effect]:
+        """Storage knows a generation as new as this one: the store and all memory were lost since.
+        Snapshots of this generation would seem older than that checkpoint for ever."""
+        host = self.generation.hosts[0].host
+        reason = (
+            f"storage holds a checkpoint of generation {floor}: this world must have a larger "
+            f"number than {self.generation.number}"
+        )
+        return [e.Announce("generation_floor", {"number": floor}), *self._fault(host, reason)]
 
     def _still_asked(self, now_s: float) -> list[str]:
         """Hosts whose answer is needed and not there. A holder that stays silent is left out."""
@@ -246,7 +270,9 @@ class Root:
         if damaged and plan.chosen is not None:
             known = self.damages.get(plan.chosen, frozenset())
             self.damages[plan.chosen] = known | damaged
-            return self._plan_again(plan, f"{len(damaged)} damaged fragments", now_s)
+            reasons = sorted({status.failure for status in current.values() if status.failure})
+            why = f"{len(damaged)} damaged fragments ({'; '.join(reasons)})"
+            return self._plan_again(plan, why, now_s)
         for host, status in current.items():
             if status.failure:
                 if plan.storage is not None:
@@ -381,7 +407,8 @@ class Root:
     def _persist(self, now_s: float) -> list[e.Effect]:
         order = self.directive.persist
         if order is None or order.result:
-            return self._start_persist(now_s) if self._persist_due() else []
+            ready = order is None or self._all_heard_the_end_of(order)
+            return self._start_persist(now_s) if ready and self._persist_due() else []
         states = self._persist_states()
         whole = len(states) == len(self.generation.hosts)
         reason = self._persist_failure(order, now_s)
@@ -396,6 +423,11 @@ class Root:
         if order.id is not None and whole and set(states.values()) == {"written"}:
             return self._end_persist(order, "written", now_s)
         return []
+
+    def _all_heard_the_end_of(self, order: PersistOrder) -> bool:
+        """Does every host know what became of it? The next order takes its place."""
+        known = [self.statuses.get(member.host) for member in self.generation.hosts]
+        return all(one is not None and one.persist_ended == order.number for one in known)
 
     def _start_persist(self, now_s: float) -> list[e.Effect]:
         self._persist_number += 1
@@ -428,6 +460,10 @@ class Root:
         kind = "persisted" if result == "written" else "persist_failed"
         detail: dict[str, str | int | float] = {"step": order.step, "result": result}
         return [e.Announce(kind, detail), *self._direct(now_s, persist=ended)]
+
+
+def _newest_generation(storage: Sequence[StorageEntry]) -> int:
+    return max((entry.id.generation for entry in storage if entry.id is not None), default=0)
 
 
 def _order_of(ledger: Ledger) -> PersistOrder | None:

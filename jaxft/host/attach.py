@@ -31,7 +31,10 @@ START_S = 30.0
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True, tag="attach"):
-    """Script: I want to be the rank of this job."""
+    """Script: I want to be the rank of this job. `floor` is the newest generation that its storage
+    knows of."""
+
+    floor: int = 0
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True, tag="finished"):
@@ -83,8 +86,10 @@ def default_job() -> str:
     return f"{stem}-{hashlib.sha256(str(script).encode()).hexdigest()[:8]}"
 
 
-def attach(job: str | None) -> Seat:
+def attach(job: str | None, floor: int = 0) -> Seat:
     """The place of this process in job `job` (None: named after the script).
+
+    `floor`: its generation is to be larger than this.
 
     Raises:
         JobInUse: another process has it, or `jaxft run` runs the job here.
@@ -96,7 +101,7 @@ def attach(job: str | None) -> Seat:
     started: subprocess.Popen[bytes] | None = None
     while time.monotonic() < deadline_s:
         try:
-            return _ask(connect(directory / SOCKET, 0.0))
+            return _ask(connect(directory / SOCKET, 0.0), floor)
         except (PeerUnreachable, ProtocolError):
             if started is None:
                 started = _start(name, directory)
@@ -109,8 +114,8 @@ def attach(job: str | None) -> Seat:
     )
 
 
-def _ask(channel: LocalChannel) -> Seat:
-    channel.send(encode(Attach()))
+def _ask(channel: LocalChannel, floor: int) -> Seat:
+    channel.send(encode(Attach(floor=floor)))
     received = channel.receive(START_S)
     if received is None:
         channel.close()

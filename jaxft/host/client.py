@@ -25,6 +25,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 RECONNECT_S = 60.0
 POLL_S = 0.2
+RETRY_S = 0.02
 BYE_S = 2.0
 
 
@@ -77,7 +78,7 @@ class SmpClient:
         self._slots: list[Arena] = []
         self._closing = False
         self._changed = threading.Condition()
-        self._channel, self.welcome = self._let_in(connect_s)
+        self._channel, self.welcome = self._arrive(connect_s)
         self._thread = threading.Thread(target=self._run, daemon=True, name="jaxft-smp-client")
         self._thread.start()
 
@@ -153,6 +154,18 @@ class SmpClient:
 
     # -------------------------------------------------------------------- the thread
 
+    def _arrive(self, timeout_s: float) -> tuple[LocalChannel, p.Welcome]:
+        """The first time: an SMP that dies before it has answered is started again."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                return self._let_in(max(RETRY_S, left_s))
+            except ChannelClosed:
+                if left_s <= 0:
+                    raise
+                time.sleep(RETRY_S)
+
     def _let_in(self, timeout_s: float) -> tuple[LocalChannel, p.Welcome]:
         """Connects and says hello; keeps the slots' descriptors the first time."""
         deadline = time.monotonic() + timeout_s
@@ -212,7 +225,7 @@ class SmpClient:
             except ProtocolError as refusal:
                 self._fail(refusal)
             except WireError:
-                time.sleep(0.02)
+                time.sleep(RETRY_S)
             else:
                 with self._changed:
                     self._channel, self.welcome = channel, welcome

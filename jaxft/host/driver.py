@@ -22,6 +22,7 @@ from jaxft.group.manifest import Leaf, Manifest, SnapshotId
 from jaxft.group.messages import (
     Damage,
     Envelope,
+    Invite,
     Ledger,
     ManifestNotice,
     PersistOrder,
@@ -128,6 +129,9 @@ class Driver:
         except msgspec.MsgspecError as error:
             _log.warning("a message of %d bytes is none of ours: %s", len(payload), error)
             return
+        if isinstance(envelope.body, Invite):
+            self._invited(envelope, envelope.body)
+            return
         generation = self.core.keeper.generation
         if generation is None or (envelope.job, envelope.generation, envelope.nonce) != (
             self.job,
@@ -138,6 +142,18 @@ class Driver:
         for member in (*generation.hosts, *generation.holders):
             if member.host == envelope.sender and member.arena == envelope.arena:
                 self.happen(e.Heard(envelope.sender, envelope.body))
+
+    def _invited(self, envelope: Envelope, invite: Invite) -> None:
+        """A newer generation counts on this memory. Without an agent nobody else says so, and the
+        ranks that the agent had are dead or will be killed before anything is answered."""
+        generation = invite.generation
+        mine = (self.host, self.ledger.arena)
+        if (
+            envelope.job == self.job == generation.job
+            and not any(True for _ in self.clients.seated("agent"))
+            and any((member.host, member.arena) == mine for member in generation.holders)
+        ):
+            self.happen(e.EnterWanted(generation))
 
     def tick(self) -> None:
         """Lets time pass in the core."""

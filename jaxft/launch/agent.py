@@ -99,6 +99,7 @@ class Agent:
         self._watcher: StoreWatcher | None = None
         self._generation: Generation | None = None
         self._left = 0
+        self._floor = 0
         self._checked = 0
         self._report: tuple[str, str] | None = None
         self._answers: dict[str, bool] = {}
@@ -238,7 +239,7 @@ class Agent:
                 coordinator=self._port.address,
                 ranks=options.ranks_per_host,
                 domain=options.domain,
-                newest=max(welcome.generation, self._entered),
+                newest=max(welcome.generation, self._entered, self._floor),
                 snapshot=welcome.newest,
                 left=self._left,
                 fresh=options.fresh,
@@ -254,6 +255,9 @@ class Agent:
         if kind not in QUIET_KINDS:
             told = ", ".join(f"{key} {value}" for key, value in detail.items() if value != "")
             self._console.say(f"generation {number}: {kind}{': ' if told else ''}{told}")
+        if kind == "generation_floor":
+            self._floor = max(self._floor, int(detail.get("number", 0)))
+            self._register()
         step = int(detail.get("step", -1))
         if kind == "settled":
             base = step if detail.get("base") else -1

@@ -145,8 +145,9 @@ class Solo:
             self._asking.append(channel)
         if self._script is not None:
             self._listen_to_script(self._script)
-        for asking in list(self._asking):
-            self._answer(asking)
+        if self._smp.welcome is not None:
+            for asking in list(self._asking):
+                self._answer(asking, self._smp.welcome)
 
     def _listen_to_script(self, script: LocalChannel) -> None:
         with contextlib.suppress(WireError):
@@ -157,22 +158,31 @@ class Solo:
             script.close()
             self._script, self._left_s = None, time.monotonic()
 
-    def _answer(self, asking: LocalChannel) -> None:
-        """Seats a script, or tells it who sits there."""
-        if asking.ended:
-            self._asking.remove(asking)
+    def _answer(self, asking: LocalChannel, welcome: protocol.Welcome) -> None:
+        """Seats a script that has said what it wants, or tells it who sits there."""
+        wishes: list[attach.Attach] = []
+        try:
+            for payload, _ in asking.drain():
+                wishes.append(msgspec.msgpack.decode(payload, type=attach.Attach))
+        except (WireError, msgspec.MsgspecError) as error:
+            _say(f"process {asking.peer_pid} is sent away: {error}")
+            asking.close()
+        if not wishes and not asking.ended:
             return
-        if self._script is not None:
+        self._asking.remove(asking)
+        if asking.ended:
+            asking.close()
+        elif self._script is not None:
             with contextlib.suppress(WireError):
                 asking.send(attach.encode(attach.Occupied(pid=self._script.peer_pid)))
             asking.close()
-            self._asking.remove(asking)
-            return
-        welcome = self._smp.welcome
-        if welcome is None:
-            return
-        self._asking.remove(asking)
-        self._script = asking
+        else:
+            self._seat(asking, wishes[0].floor, welcome)
+
+    def _seat(self, script: LocalChannel, floor: int, welcome: protocol.Welcome) -> None:
+        """Gives a script the place, in a generation of its own."""
+        self._script = script
+        self._number = max(self._number, floor)
         self._generation = self._next_generation(welcome)
         self._smp.enter(self._generation)
         env = config.RankEnv(
@@ -186,7 +196,7 @@ class Solo:
             smp=str(self._smp.socket),
         )
         with contextlib.suppress(WireError):
-            asking.send(attach.encode(attach.Seated(env=env)))
+            script.send(attach.encode(attach.Seated(env=env)))
 
     def _next_generation(self, welcome: protocol.Welcome) -> Generation:
         self._number += 1

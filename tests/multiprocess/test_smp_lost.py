@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxft
+from jaxft.group.world import Code
 from tests.device.snapshots import assert_same
-from tests.multiprocess.jax_world import WAIT_S
+from tests.multiprocess.jax_world import WAIT_S, generation_of
 from tests.multiprocess.lone import Lone
 
 
@@ -107,14 +108,15 @@ def test_gone_for_good_every_receipt_says_so_at_once_case_8(make_lone) -> None:
     assert time.monotonic() - began_s < 5.0
 
 
-def test_back_with_other_memory_is_a_lost_host_case_8(make_lone) -> None:
+def test_with_other_memory_and_generation_it_is_another_world_case_8(make_lone) -> None:
     lone = make_lone()
     snapshotter = lone.open(every=1)
     snapshotter.save(1, state_of(1)).protected.result(WAIT_S)
     lone.host.close()
     receipt = snapshotter.save(2, state_of(2))
     lone.host.start()
-    with pytest.raises(jaxft.SnapshotLost, match="other memory"):
+    lone.host.enter(generation_of([lone.host], 2, Code()))
+    with pytest.raises(jaxft.SnapshotLost, match="belongs to generation 1.*in generation 2"):
         receipt.protected.result(WAIT_S)
 
 

@@ -23,6 +23,7 @@ from jaxft.group.messages import Body, Envelope
 from jaxft.group.world import Code
 from tests.sim.checker import Violation
 from tests.sim.machine import Machine
+from tests.sim.oracle import Oracle
 from tests.sim.rank import Rank
 from tests.sim.simulator import Setup, Simulator
 from tests.sim.smp import Coding
@@ -99,18 +100,12 @@ class Stage:
         for machine in self.sim.machines:
             if machine.paused:
                 machine.wake()
-                self.left_out(machine)
             if not machine.agent:
                 machine.boot() if not machine.up else machine.start_agent()
                 self.sim.oracle.came_back(machine)
             for rank in machine.ranks:
                 rank.wake()
         self.commits(2)
-
-    def left_out(self, machine: Machine) -> None:
-        if machine.generation is not self.sim.generation:
-            machine.kill_ranks()
-            self.sim.oracle.came_back(machine)
 
     # ------------------------------------------------------------------ who
 
@@ -146,6 +141,13 @@ class Stage:
             )
 
         return there
+
+    def slot_number(self, name: str, seq: int) -> int:
+        """The slot of host `name` that holds snapshot `seq`."""
+        memory = self.host(name).memory
+        assert memory is not None
+        slots = memory.ledger.slots
+        return next(i for i, slot in enumerate(slots) if slot.id is not None and slot.id.seq == seq)
 
     def writing(self, name: str, seq: int | None = None) -> Condition:
         """A rank of `name` has written a piece of its part of snapshot `seq`, and not all."""
@@ -193,6 +195,7 @@ class Stage:
 
     def fault(self) -> None:
         """A new generation is wanted, for no particular reason."""
+        assert isinstance(self.sim.oracle, Oracle)
         self.sim.oracle.fault(self.number, "the scenario wants it")
 
     def pause(self, name: str) -> None:
@@ -201,9 +204,7 @@ class Stage:
         self.sim.oracle.lease_lapsed(self.host(name))
 
     def wake(self, name: str) -> None:
-        machine = self.host(name)
-        machine.wake()
-        self.left_out(machine)
+        self.host(name).wake()
 
     def stick(self, *names: str) -> None:
         """The coding of these hosts stands still."""

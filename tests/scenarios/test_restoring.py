@@ -345,10 +345,7 @@ def a_flipped_byte() -> None:
     """One piece of b is damaged: rebuilt, and all ranks restore by the second plan."""
     stage = Stage()
     stage.commits(2)
-    memory = stage.host("b").memory
-    assert memory is not None
-    newest = max(range(2), key=lambda number: memory.ledger.slots[number].id or SnapshotId(0, 0))
-    stage.host("b").damage(newest, 1, "data")
+    stage.host("b").damage(stage.slot_number("b", 1), 1, "data")
     stage.fault()
     stage.until(stage.settled(2))
     assert _is(stage, 1)
@@ -379,15 +376,43 @@ def test_plans_are_counted_when_they_are_told_not_while_waiting(monkeypatch: Pat
     def scenario() -> None:
         stage = Stage(hosts=4, code="3+1", every_steps=2)
         stage.commits(2)
-        memory = stage.host("b").memory
-        assert memory is not None
-        newest = max(
-            range(2), key=lambda number: memory.ledger.slots[number].id or SnapshotId(0, 0)
-        )
-        stage.host("b").damage(newest, 1, "manifest")
-        stage.host("b").damage(1 - newest, 1, "data")
-        stage.host("c").damage(newest, 1, "manifest")
+        stage.host("b").damage(stage.slot_number("b", 1), 1, "manifest")
+        stage.host("c").damage(stage.slot_number("c", 1), 1, "manifest")
+        stage.host("b").damage(stage.slot_number("b", 0), 1, "data")
         stage.fault()
         stage.until(stage.settled(2), "generation 2 settles")
 
     shown(scenario, lambda patch: patch.setattr(Root, "_choose", counting), "progress", monkeypatch)
+
+
+def damage_in_what_is_to_be_finished() -> None:
+    """Snapshot 1 is staged everywhere and coded nowhere, and a byte of it is wrong: it cannot be
+    finished, and the snapshot before is restored."""
+    stage = Stage()
+    stage.commits(1)
+    late = stage.hold(ManifestNotice)
+    stage.until(lambda: all(stage.slot(name, 1, "staged")() for name in "abc"))
+    stage.host("b").damage(stage.slot_number("b", 1), 1, "data")
+    stage.rank("a").crash()
+    stage.until(lambda: stage.number == 2)
+    late.drop()
+    stage.until(lambda: max(stage.sim.checker.bases) > 1, "that a generation settles")
+    assert _is(stage, 0)
+    stage.peace()
+
+
+def test_what_cannot_be_finished_is_passed_over(monkeypatch: Patch) -> None:
+    real = Keeper._coding_failed
+
+    def careless(self: Keeper, identity: SnapshotId, reason: str) -> list[e.Effect]:
+        damaged = self._damaged
+        effects = real(self, identity, reason)
+        self._damaged = damaged
+        return effects
+
+    shown(
+        damage_in_what_is_to_be_finished,
+        lambda patch: patch.setattr(Keeper, "_coding_failed", careless),
+        "progress",
+        monkeypatch,
+    )

@@ -13,7 +13,7 @@ from jaxft.group import host, root
 from jaxft.group.commit import Decision, decide
 from jaxft.group.host import HostCore
 from jaxft.group.keeper import Keeper
-from jaxft.group.messages import Directive, Outcome, Report, Status
+from jaxft.group.messages import Directive, ManifestAck, Outcome, Report, Status
 from jaxft.group.root import Root
 from tests.scenarios.stage import Stage, shown
 
@@ -47,10 +47,7 @@ def a_coder_that_wakes_up_late() -> None:
     stage.stick("c")
     stage.until(stage.coding("b"))
     stage.stick("b")
-    where = stage.host("a").memory
-    assert where is not None
-    number = next(i for i, slot in enumerate(where.ledger.slots) if slot.id and slot.id.seq == 2)
-    stage.host("a").damage(number, 0, "data")
+    stage.host("a").damage(stage.slot_number("a", 2), 0, "data")
     stage.unstick("c")
     stage.until(stage.knows("b", 2))
     stage.run(1.0)
@@ -70,6 +67,37 @@ def test_a_slot_in_which_coding_runs_is_not_granted(monkeypatch: Patch) -> None:
     shown(
         a_coder_that_wakes_up_late,
         lambda patch: patch.setattr(Keeper, "_free_slot", careless),
+        "I3",
+        monkeypatch,
+    )
+
+
+def a_damaged_manifest_while_coding() -> None:
+    """The coder of b stands still in the middle of a piece when b finds that the manifest in its
+    slot is damaged, and the snapshot is aborted."""
+    stage = Stage()
+    stage.commits(2)
+    stage.hold(ManifestAck, to="b")
+    stage.until(stage.coding("b"))
+    stage.stick("b")
+    stage.host("b").damage(stage.slot_number("b", 2), 0, "manifest")
+    stage.until(stage.knows("b", 2))
+    stage.run(1.0)
+    stage.unstick("b")
+    stage.peace()
+
+
+def test_a_failed_slot_says_nothing_about_its_coding(monkeypatch: Patch) -> None:
+    real = Keeper._react
+
+    def careless(self: Keeper, event: e.Event, now_s: float) -> list[e.Effect]:
+        if isinstance(event, e.GrantFailed):
+            self._coding = None
+        return real(self, event, now_s)
+
+    shown(
+        a_damaged_manifest_while_coding,
+        lambda patch: patch.setattr(Keeper, "_react", careless),
         "I3",
         monkeypatch,
     )

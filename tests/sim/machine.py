@@ -30,6 +30,7 @@ class Machine:
         self.agents = 0
         self.arenas = 0
         self.paused = False
+        self.paused_at_s = 0.0
         self.kill_s = 0.005
         self.copy_s = 0.05
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -59,6 +60,7 @@ class Machine:
             self.sim.checker.changed = True
         if self.smp is None:
             self.start_smp()
+        self.sim.oracle.agent_started(self)
 
     def start_smp(self) -> None:
         if not (self.up and self.agent) or self.memory is None or self.smp is not None:
@@ -136,11 +138,13 @@ class Machine:
     def pause(self) -> None:
         self.sim.log(self.name, "host stops")
         self.paused = True
+        self.paused_at_s = self.sim.now
 
     def wake(self) -> None:
         self.sim.log(self.name, "host wakes up")
         self.paused = False
         backlog, self.backlog = self.backlog, []
+        self.sim.oracle.woke(self, self.sim.now - self.paused_at_s)
         for action, args in backlog:
             action(*args)
 

@@ -6,13 +6,14 @@ next generation from the hosts that are there. Every agent learns of it at anoth
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from jaxft.group.manifest import SnapshotId
 from jaxft.group.messages import StorageEntry
 from jaxft.group.placement import form_groups
 from jaxft.group.world import Generation, Member
-from tests.sim.rank import Job, State
+from tests.sim.rank import Job, Rank, State
 
 if TYPE_CHECKING:
     from tests.sim.machine import Machine
@@ -29,6 +30,30 @@ class Oracle:
         self._wanted = False
 
     # ------------------------------------------------------------------ why
+
+    def start(self) -> None:
+        self.want("start", 0.05)
+
+    def agent_started(self, machine: Machine) -> None:
+        """It waits for a generation that it is in."""
+
+    def rank_exited(self, rank: Rank) -> None:
+        self.fault(rank.generation.number, f"rank {rank.number} died")
+
+    def reported(self, machine: Machine, number: int, host: str, reason: str) -> None:
+        self.fault(number, f"{host}: {reason}")
+
+    def hangs(self, rank: Rank) -> None:
+        self.fault(rank.generation.number, f"rank {rank.number} hangs")
+
+    def announced(self, machine: Machine, kind: str, detail: Mapping[str, object]) -> None:
+        """How far a generation is does not matter here."""
+
+    def woke(self, machine: Machine, paused_s: float) -> None:
+        """A host that was left out meanwhile kills its ranks, and comes again."""
+        if self.generation is not machine.generation and machine.agent:
+            machine.kill_ranks()
+            self.came_back(machine)
 
     def fault(self, generation: int, reason: str) -> None:
         """An agent or a root says that the generation cannot go on."""

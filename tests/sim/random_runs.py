@@ -42,6 +42,7 @@ def setup_of(random: Random) -> Setup:
         slow=random.choice((0.0, 0.05, 0.2)),
         calm=False,
         check_budget=random.random() < 0.9,
+        agents=random.random() < 0.5,
     )
 
 
@@ -95,7 +96,7 @@ class Chaos:
 
     def _watchdog(self, rank: Rank) -> None:
         if rank.stopped:
-            self.sim.oracle.fault(rank.generation.number, "a rank hangs")
+            self.sim.oracle.hangs(rank)
 
     def kill_smp(self, machine: Machine) -> None:
         if machine.smp is not None:
@@ -148,10 +149,6 @@ class Chaos:
         if not machine.paused:
             return
         machine.wake()
-        generation = self.sim.generation
-        if generation is not None and machine.generation is not generation and machine.agent:
-            machine.kill_ranks()
-            self.sim.oracle.came_back(machine)
 
     def cut(self, machine: Machine) -> None:
         other = self.random.choice(self.sim.machines)

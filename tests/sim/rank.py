@@ -125,7 +125,7 @@ class Rank:
             self.sim.log(self.machine.name, f"rank {self.number} dies")
             self.die()
             if self.machine.agent:
-                self.sim.oracle.fault(self.generation.number, f"rank {self.number} died")
+                self.sim.oracle.rank_exited(self)
 
     # ------------------------------------------------------------------ the local channel
 

@@ -23,6 +23,7 @@ from tests.sim.checker import Checker
 from tests.sim.machine import Machine
 from tests.sim.oracle import Oracle
 from tests.sim.rank import Job, Rank, State
+from tests.sim.store import Store
 from tests.sim.story import brief
 
 CODE = Code(data=2, parity=1)
@@ -31,7 +32,8 @@ TIMING = Timing(silence_s=1.5, rejoin_s=0.5, persist_s=5.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What a run is made of. `calm`: no random delays, losses or doubles; for scenarios."""
+    """What a run is made of. `calm`: no random delays, losses or doubles; for scenarios. `agents`:
+    generations are formed by production agents, not by an oracle."""
 
     hosts: int = 3
     hosts_max: int = 0
@@ -46,6 +48,7 @@ class Setup:
     slow: float = 0.0
     calm: bool = True
     check_budget: bool = True
+    agents: bool = False
     timing: Timing = TIMING
 
 
@@ -81,12 +84,12 @@ class Simulator:
         ]
         self.by_name = {machine.name: machine for machine in self.machines}
         self.by_address = {machine.address: machine for machine in self.machines}
-        self.oracle = Oracle(self)
+        self.oracle: Oracle | Store = Store(self) if setup.agents else Oracle(self)
 
     def start(self) -> None:
         for machine in self.machines:
             machine.boot()
-        self.oracle.want("start", 0.05)
+        self.oracle.start()
 
     # ------------------------------------------------------------------ the clock
 

@@ -150,10 +150,11 @@ class Smp:
             case e.TellPersist(order):
                 self.machine.persist(order)
             case e.DeclareFault(host, reason):
-                assert self.core.keeper.generation is not None
-                self.sim.oracle.fault(self.core.keeper.generation.number, f"{host}: {reason}")
+                number = self.memory.ledger.generation
+                self.sim.oracle.reported(self.machine, number, host, reason)
             case e.Announce(kind, detail):
                 self.sim.checker.on_announce(kind, detail)
+                self.sim.oracle.announced(self.machine, kind, detail)
             case e.TellPlan() | e.TellSettled() | e.TellStaged() | e.TellOutcome():
                 for rank in self.ranks():
                     rank.hear(effect)

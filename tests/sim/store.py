@@ -1,0 +1,244 @@
+"""The store and the agents' decisions: production membership code over a simulated store.
+
+Every agent renews its lease and decides at its own moments, by `membership.Observer` from what it
+sees in the store. What it decides is done here: writes that are refused when somebody was faster,
+entering, killing, probing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from jaxft.group import membership as m
+from jaxft.group.manifest import SnapshotId
+from jaxft.group.messages import StorageEntry
+from jaxft.group.records import Fault, HostRecord, Progress, View
+from jaxft.group.world import Generation
+from tests.sim.rank import Job, Rank, State
+
+if TYPE_CHECKING:
+    from tests.sim.machine import Machine
+    from tests.sim.simulator import Simulator
+
+LEASE_S = 0.6
+POLL_S = 0.12
+
+
+class Store:
+    """Takes the place of the oracle."""
+
+    def __init__(self, sim: Simulator) -> None:
+        self.sim = sim
+        self.generation: Generation | None = None
+        self.agents = {machine.name: Agent(self, machine) for machine in sim.machines}
+        self.expires: dict[str, float] = {}
+        self.revision = 0
+        self.hosts: dict[str, HostRecord] = {}
+        self.faults: dict[int, Fault] = {}
+        self.progress: dict[int, Progress] = {}
+        self.revisions: dict[str, int] = {}
+        self.nonces = 0
+        setup = sim.setup
+        self.rules = m.Rules(
+            job="job",
+            code=setup.code,
+            hosts_min=setup.hosts_min,
+            hosts_max=setup.hosts_max or setup.hosts,
+            settle_s=0.4,
+            agent_grace_s=0.8,
+            cut_off_s=1.5,
+            form_timeout_s=1e9,
+            exit_grace_s=1e9,
+            ack_s=1.0,
+            late_s=0.8,
+            restarts_max=10**9,
+            early_s=0.0,
+        )
+
+    # ------------------------------------------------------------------ the records
+
+    def view(self) -> View:
+        for host in [host for host, until_s in self.expires.items() if until_s < self.sim.now]:
+            self.sim.log("*", f"the lease of {host} ends")
+            del self.expires[host], self.hosts[host], self.revisions[f"host/{host}"]
+        return View(
+            revisions=dict(self.revisions),
+            hosts=dict(self.hosts),
+            generation=self.generation,
+            faults=dict(self.faults),
+            progress=dict(self.progress),
+            number=0,
+        )
+
+    def touch(self, key: str) -> None:
+        self.revision += 1
+        self.revisions[key] = self.revision
+
+    def register(self, record: HostRecord) -> None:
+        self.expires[record.host] = self.sim.now + LEASE_S
+        if self.hosts.get(record.host) != record:
+            self.hosts[record.host] = record
+            self.touch(f"host/{record.host}")
+
+    def form(self, generation: Generation, expect: Mapping[str, int | None]) -> None:
+        self.view()
+        if any(self.revisions.get(key) != revision for key, revision in expect.items()):
+            return
+        self.generation = generation
+        self.touch("generation")
+        self.sim.jobs[generation.number] = Job(self.sim, generation)
+        names = "".join(member.host for member in generation.hosts)
+        holders = "".join(member.host for member in generation.holders)
+        self.sim.log("*", f"GENERATION {generation.number} of {names}+{holders}")
+        self.sim.checker.on_generation(generation)
+
+    def declare(self, fault: Fault, expect: int | None) -> None:
+        key = f"fault/{fault.generation}"
+        if self.revisions.get(key) == expect:
+            self.sim.log("*", f"fault in generation {fault.generation}: {fault.detail}")
+            self.faults[fault.generation] = fault
+            self.touch(key)
+
+    # ------------------------------------------------------------------ what happens to agents
+
+    def start(self) -> None:
+        for machine in self.sim.machines:
+            self.agent_started(machine)
+
+    def agent_started(self, machine: Machine) -> None:
+        agent = self.agents[machine.name] = Agent(self, machine)
+        self.sim.at(self.sim.soon(0.01, POLL_S), agent.poll)
+
+    def rank_exited(self, rank: Rank) -> None:
+        self.agents[rank.machine.name].exits.append(
+            m.Exit(rank=rank.number, code=-9, lived_s=self.sim.now)
+        )
+
+    def reported(self, machine: Machine, number: int, host: str, reason: str) -> None:
+        self.agents[machine.name].report = (number, host, reason)
+
+    def hangs(self, rank: Rank) -> None:
+        machine = rank.machine
+        self.reported(machine, rank.generation.number, machine.name, "a rank hangs")
+
+    def announced(self, machine: Machine, kind: str, detail: Mapping[str, object]) -> None:
+        """The root's agent says how far the generation is."""
+        smp = machine.smp
+        if smp is None or kind not in ("settled", "committed"):
+            return
+        number, step = smp.memory.ledger.generation, detail["step"]
+        assert isinstance(step, int)
+        base = self.progress[number].base if number in self.progress else step
+        self.progress[number] = Progress(base=base, step=step)
+        self.touch(f"progress/{number}")
+
+    def lease_lapsed(self, machine: Machine) -> None:
+        """Leases end by themselves."""
+
+    def came_back(self, machine: Machine) -> None:
+        """Agents see that by themselves."""
+
+    def woke(self, machine: Machine, paused_s: float) -> None:
+        """An agent that has not reached the store for long kills its ranks first of all."""
+        if paused_s > self.rules.cut_off_s and machine.agent:
+            self.agents[machine.name].cut_off()
+
+    def persisted(self, identity: SnapshotId, step: int, state: State, machine: Machine) -> None:
+        assert machine.memory is not None
+        self.sim.log("*", f"checkpoint of {identity} is on storage")
+        self.sim.stored[identity] = state
+        entry = StorageEntry(step=step, id=identity, lineage=machine.memory.ledger.lineage)
+        self.sim.storage.append(entry)
+
+
+class Agent:
+    """One start of a host's agent, as far as membership is concerned."""
+
+    def __init__(self, store: Store, machine: Machine) -> None:
+        self.store = store
+        self.sim = store.sim
+        self.machine = machine
+        self.start = machine.agents
+        self.observer: m.Observer | None = None
+        self.entered = 0
+        self.running = 0
+        self.left = 0
+        self.exits: list[m.Exit] = []
+        self.report: tuple[int, str, str] | None = None
+        self.answers: dict[str, bool] = {}
+
+    def poll(self) -> None:
+        """Renews, looks, decides, acts; and again, while this agent lives."""
+        machine = self.machine
+        if not machine.agent or machine.agents != self.start or machine.memory is None:
+            return
+        if machine.paused:
+            machine.backlog.append((self.poll, ()))
+            return
+        self.observer = self.observer or m.Observer(self.store.rules)
+        self.store.register(self._record())
+        self.store.nonces += 1
+        nonce = f"n{self.store.nonces}"
+        self._act(self.observer.decide(self.store.view(), self._me(), self.sim.now, nonce))
+        self.sim.at(self.sim.soon(POLL_S, 2 * POLL_S), self.poll)
+
+    def _record(self) -> HostRecord:
+        machine = self.machine
+        assert machine.memory is not None
+        ledger = machine.memory.ledger
+        held = [slot.id for slot in ledger.slots if slot.readable and slot.id is not None]
+        known = self.store.hosts.get(machine.name)
+        mine = known is not None and known.agent == f"agent-{machine.name}{self.start}"
+        return HostRecord(
+            host=machine.name,
+            agent=f"agent-{machine.name}{self.start}",
+            arena=machine.memory.arena,
+            address=machine.address,
+            coordinator="",
+            ranks=self.sim.setup.ranks,
+            newest=known.newest if mine and known is not None else ledger.generation,
+            snapshot=known.snapshot if mine and known is not None else max(held, default=None),
+            left=self.left,
+        )
+
+    def _me(self) -> m.Me:
+        report = None
+        if self.report is not None and self.report[0] == self.entered:
+            report = self.report[1:]
+        return m.Me(
+            host=self.machine.name,
+            agent=f"agent-{self.machine.name}{self.start}",
+            entered=self.entered,
+            running=self.running,
+            exits=tuple(self.exits),
+            report=report,
+            answers=dict(self.answers),
+        )
+
+    def _act(self, decision: m.Decision) -> None:
+        match decision:
+            case m.Wait(probe=probe):
+                for member in probe:
+                    reader = self.sim.reader(self.machine.name, member.address)
+                    self.answers[member.host] = reader is not None
+            case m.Form(generation=generation, expect=expect):
+                self.store.form(generation, expect)
+            case m.Enter(generation=generation):
+                self.entered = generation.number
+                self.running = 0 if generation.index_of(self.machine.name) is None else self.entered
+                self.exits = []
+                self.answers = {}
+                self.machine.enter(generation)
+            case m.KillRanks(generation=number):
+                self.machine.kill_ranks()
+                if not any(rank.alive for rank in self.machine.ranks):
+                    self.running, self.left = 0, max(self.left, number)
+            case m.DeclareFault(fault=fault, expect=expect_one):
+                self.store.declare(fault, expect_one)
+            case _:
+                self.sim.checker.fail("progress", f"{self.machine.name} decides {decision}")
+
+    def cut_off(self) -> None:
+        self.machine.kill_ranks()
+        self.running = 0
