@@ -18,7 +18,7 @@
     │   ├── SnapshotSkipped      not due, or not chosen for storage; nothing is wrong
     │   ├── StagingError         a leaf could not be copied to the host
     │   ├── SnapshotAborted      the root decided that this snapshot is not to be
-    │   └── SnapshotLost         the snapshot process or the world ended before the outcome was known
+    │   └── SnapshotLost         the SMP or the world ended before the outcome was known
     └── RestoreError             nothing was restored
         ├── TreeMismatch         the target tree does not match the snapshot
         ├── NothingRecoverable   more was lost than memory and storage can give back

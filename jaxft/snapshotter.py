@@ -17,13 +17,13 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import msgspec
 
 from jaxft import config
 from jaxft.device.shards import Plan, PlanCache
-from jaxft.device.transfer import StagedLeaves, Staging, default_staging, stage
+from jaxft.device.transfer import StagedLeaves, Staging, check_staging, stage
 from jaxft.errors import (
     ConfigError,
     JaxftError,
@@ -38,14 +38,14 @@ from jaxft.extras import encode_extras
 from jaxft.fallback import OrbaxFallback
 from jaxft.faults import arm, reach
 from jaxft.group.manifest import Part, SnapshotId
-from jaxft.group.messages import Outcome, RankOptions
+from jaxft.group.messages import Outcome
 from jaxft.group.world import Code
 from jaxft.host import protocol as p
 from jaxft.host.client import SmpClient, greeting
 from jaxft.receipt import Receipt
 from jaxft.restorer import Restored, restore
-from jaxft.schedule import Schedule, parse_interval
-from jaxft.startup import take_seat
+from jaxft.schedule import Schedule
+from jaxft.startup import newest_generation, rank_options, take_seat
 from jaxft.status.events import EventLog
 
 _log = logging.getLogger(__name__)
@@ -99,13 +99,13 @@ class Snapshotter:
         save_wait_s: float = 60.0,
     ) -> None:
         arm(config.faults_text())
-        self.staging = _check_staging(staging)
+        self.staging = check_staging(staging)
         self.timeout_s = _check_seconds("timeout_s", timeout_s)
         self.save_wait_s = _check_seconds("save_wait_s", save_wait_s)
         self.fallback = fallback
         self._fresh = fresh
-        options = _rank_options(every, fallback)
-        self._seat = take_seat(job, _newest_generation(options))
+        options = rank_options(every, fallback)
+        self._seat = take_seat(job, newest_generation(options))
         self.env = self._seat.env
         hello = greeting(
             "rank",
@@ -483,14 +483,6 @@ class Snapshotter:
             _log.error("while the script was failing: %s", also)
 
 
-def _check_staging(staging: Staging | None) -> Staging:
-    if staging is None:
-        return default_staging()
-    if staging not in get_args(Staging):
-        raise ConfigError(f"staging={staging!r}: expected one of {', '.join(get_args(Staging))}")
-    return staging
-
-
 def _check_seconds(name: str, value: float) -> float:
     if not value > 0:
         raise ConfigError(f"{name}={value!r}: expected more than 0 seconds")
@@ -503,23 +495,3 @@ def _check_step(step: Any) -> int:
         return operator.index(step)
     except TypeError as error:
         raise ConfigError(f"step={step!r}: expected an integer") from error
-
-
-def _newest_generation(options: RankOptions) -> int:
-    """The newest generation that storage knows of."""
-    known = (entry.id.generation for entry in options.storage or () if entry.id is not None)
-    return max(known, default=0)
-
-
-def _rank_options(every: int | str, fallback: OrbaxFallback | None) -> RankOptions:
-    steps, seconds = parse_interval(every)
-    if fallback is None:
-        return RankOptions(every_steps=steps, every_s=seconds)
-    return RankOptions(
-        every_steps=steps,
-        every_s=seconds,
-        directory=str(fallback.directory),
-        persist_every=fallback.every,
-        persist_keep=fallback.keep,
-        storage=fallback.entries(),
-    )

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ipaddress
+from typing import TYPE_CHECKING
 
 import jax
 
 from jaxft.config import RankEnv
 from jaxft.errors import ConfigError
+from jaxft.group.messages import RankOptions
 from jaxft.host.attach import Seat, attach
+from jaxft.schedule import parse_interval
+
+if TYPE_CHECKING:
+    from jaxft.fallback import OrbaxFallback
 
 HEARTBEAT_S = 100
 INITIALIZE_S = 300
@@ -64,3 +70,28 @@ def take_seat(job: str | None, floor: int = 0) -> Seat:
     if job is not None and job != env.job:
         raise ConfigError(f'Snapshotter(job="{job}"): `jaxft run` runs this script as "{env.job}"')
     return Seat(env)
+
+
+def newest_generation(options: RankOptions) -> int:
+    """The newest generation that storage knows of."""
+    known = (entry.id.generation for entry in options.storage or () if entry.id is not None)
+    return max(known, default=0)
+
+
+def rank_options(every: int | str, fallback: OrbaxFallback | None) -> RankOptions:
+    """What this rank asks of its world.
+
+    Raises:
+        ConfigError: an interval that is none.
+    """
+    steps, seconds = parse_interval(every)
+    if fallback is None:
+        return RankOptions(every_steps=steps, every_s=seconds)
+    return RankOptions(
+        every_steps=steps,
+        every_s=seconds,
+        directory=str(fallback.directory),
+        persist_every=fallback.every,
+        persist_keep=fallback.keep,
+        storage=fallback.entries(),
+    )

@@ -51,6 +51,19 @@ def default_staging() -> Staging:
     return "view" if jax.default_backend() == "cpu" else "pinned_host"
 
 
+def check_staging(staging: Staging | None) -> Staging:
+    """The staging that was asked for; what suits the backend if None was.
+
+    Raises:
+        ConfigError: an unknown one.
+    """
+    if staging is None:
+        return default_staging()
+    if staging not in get_args(Staging):
+        raise ConfigError(f"staging={staging!r}: expected one of {', '.join(get_args(Staging))}")
+    return staging
+
+
 def stage(plan: Plan, tree: Any, staging: Staging) -> StagedLeaves:
     """Holds the owned ranges of a tree's leaves, so that the tree may be donated or changed.
 
@@ -65,8 +78,7 @@ def stage(plan: Plan, tree: Any, staging: Staging) -> StagedLeaves:
         StagingError: a leaf could not be taken; names it.
         ConfigError: an unknown staging.
     """
-    if staging not in get_args(Staging):
-        raise ConfigError(f"staging={staging!r}: expected one of {', '.join(get_args(Staging))}")
+    check_staging(staging)
     values, treedef = jax.tree_util.tree_flatten(tree)
     assert treedef == plan.treedef, "the plan is of another tree"
     shards = _Shards(plan.leaves, values)

@@ -116,7 +116,7 @@ def test_with_other_memory_and_generation_it_is_another_world_case_8(make_lone) 
     receipt = snapshotter.save(2, state_of(2))
     lone.host.start()
     lone.host.enter(generation_of([lone.host], 2, Code()))
-    with pytest.raises(jaxft.SnapshotLost, match="belongs to generation 1.*in generation 2"):
+    with pytest.raises(jaxft.SnapshotLost, match=r"belongs to generation 1.*in generation 2"):
         receipt.protected.result(WAIT_S)
 
 
