@@ -70,7 +70,8 @@ class Snapshotter:
         every: how often a call of `save` takes a snapshot: a number of steps (int), or a time
             ("10s", "2min"), which the root turns into steps.
         staging: how the bytes are kept until they are copied: "view" (the default on CPU),
-            "pinned_host" (the default elsewhere) or "device".
+            "pinned_host" (the default elsewhere) or "device". With "view", `save` waits for a step
+            that still computes the state: JAX gives no hold on a buffer before.
         fallback: where checkpoints go and come from when memory is not enough.
         fresh: begin anew, whatever the job's memory holds.
         job: the job's name in a script that was not started by `jaxft run` (named after the script
@@ -114,7 +115,11 @@ class Snapshotter:
             rank=self.env.rank,
             options=options,
         )
-        self.client = SmpClient(Path(self.env.smp), hello)
+        try:
+            self.client = SmpClient(Path(self.env.smp), hello)
+        except BaseException:
+            self._seat.leave()
+            raise
         self._events = EventLog(config.events_dir(), host=self.env.host, role="rank")
         self._plans = PlanCache()
         self._lock = threading.Lock()  # guards the next three, which both threads change
@@ -128,7 +133,7 @@ class Snapshotter:
         self._worker = threading.Thread(target=self._work, daemon=True, name="jaxft-stage")
         self._worker.start()
         self.client.listeners.append(self._heard)
-        self.client.failure_listeners.append(self._cut_off)
+        self.client.failure_listeners.append(self._end_receipts)
 
     # -------------------------------------------------------------------- restore
 
@@ -351,13 +356,12 @@ class Snapshotter:
 
     def _fail(self, receipt: Receipt, error: JaxftError) -> None:
         """Ends a receipt with an error that names host and step; the first one is the cause."""
-        if receipt.protected.done():
-            return
         kind = type(error) if isinstance(error, SnapshotError) else SnapshotLost
         failure = kind(f"host {self.env.host}, step {receipt.step}: {error}")
-        _log.error("%s", failure)
-        with self._lock:
-            self._last_failure = failure
+        if not receipt.protected.done():
+            _log.error("%s", failure)
+            with self._lock:
+                self._last_failure = failure
         receipt.fail(failure)
 
     # -------------------------------------------------------------------- what the SMP says
@@ -407,11 +411,8 @@ class Snapshotter:
         else:
             receipt.fail(SnapshotError(f"step {order.step} was not persisted: {order.result}"))
 
-    def _cut_off(self, error: JaxftError) -> None:
-        """The SMP is lost for good: nothing that is open can be known any more."""
-        self._end_receipts(error)
-
     def _end_receipts(self, error: JaxftError) -> None:
+        """Nothing that is still open can be known any more, for example: the SMP is lost."""
         with self._lock:
             receipts, self._receipts = self._receipts, {}
         for receipt in receipts.values():

@@ -270,6 +270,15 @@ def test_the_users_error_is_not_hidden(lone: Lone, caplog: pytest.LogCaptureFixt
     assert errors[-1].startswith("while the script was failing: host h0, step 1")
 
 
+def test_a_checkpoint_in_the_making_is_not_known_after_close(lone: Lone) -> None:
+    with lone.open(every=1) as snapshotter:
+        receipt = Receipt(1, snapshotter.code)
+        receipt.protect()
+        snapshotter._receipts[99] = receipt
+    with pytest.raises(jaxft.SnapshotLost, match=r"host h0, step 1: .*closed before it was known"):
+        receipt.persisted.result(0)
+
+
 def test_leaving_without_having_saved(lone: Lone) -> None:
     with lone.open() as snapshotter:
         pass

@@ -87,6 +87,7 @@ class Driver:
         self._events: deque[e.Event] = deque()
         self._leaves: dict[int, tuple[Leaf, ...]] = {}
         self._freezing: int | None = None
+        self._peers: set[str] = set()
         self._plan: Plan | None = None
         self._perform: dict[type, Callable[..., None]] = {
             e.WriteLedger: self._write_ledger,
@@ -199,10 +200,17 @@ class Driver:
         self.recall = None
         self.jobs.cancel()
         self.shares.rebuilt.clear()
+        self._forget_peers()
         for client in self.clients.seated("rank", "helper"):
             client.channel.close()
 
     # -------------------------------------------------------------------- peers
+
+    def _forget_peers(self) -> None:
+        """Nothing more is said to those of an older generation, who may be gone for ever."""
+        for address in self._peers:
+            self.endpoint.forget(address)
+        self._peers.clear()
 
     def _send(self, effect: e.Send) -> None:
         generation = self.core.keeper.generation
@@ -216,7 +224,9 @@ class Driver:
             arena=self.ledger.arena,
             body=effect.body,
         )
-        self.endpoint.send(control_address(effect.address), msgspec.msgpack.encode(envelope))
+        address = control_address(effect.address)
+        self._peers.add(address)
+        self.endpoint.send(address, msgspec.msgpack.encode(envelope))
         self._reach(
             "smp.sent",
             self.core.keeper.next_id,

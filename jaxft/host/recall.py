@@ -260,5 +260,7 @@ class Recall:
         )
         arena = Arena.create("jaxft-rebuilt", max(layout.manifests[host].length, 1))
         output = arena.view(0, layout.manifests[host].length)
+        # The view keeps the memory, and lets it go when it is let go of itself.
+        arena.close()
         rebuild_segment(sources, host, lost, output)
         return output

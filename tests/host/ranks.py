@@ -24,7 +24,7 @@ from jaxft.host.layout import GroupLayout, SegmentCheck, checksums, decode_manif
 from jaxft.host.memory import Bytes
 from tests.host.forks import context
 
-WAIT_S = 6.0
+WAIT_S = 20.0
 
 
 def digest(data: bytes | Bytes) -> str:

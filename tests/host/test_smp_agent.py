@@ -17,7 +17,8 @@ from jaxft.group.messages import Directive, Envelope, RankOptions
 from jaxft.group.world import Code
 from jaxft.host import protocol as p
 from jaxft.host.client import SmpClient, greeting
-from tests.host.world import WAIT_S, World, segments, until
+from tests.host.ranks import WAIT_S
+from tests.host.world import World, segments, until
 
 PAIR = Code(data=1, parity=1)
 
@@ -35,7 +36,7 @@ def test_the_snapshot_process_as_the_agent_starts_it(make_hosts):
     for host in hosts:
         host.say(p.Stop())
         host.reaped()
-        assert not list(host.directory.glob("[!s]*")), "sockets are left"
+        assert [path.name for path in host.directory.iterdir()] == ["smp.log"]
 
 
 def test_ranks_end_with_their_agent_and_a_new_one_adopts_the_memory(make_hosts):
@@ -90,6 +91,25 @@ def test_two_hundred_snapshots_leave_nothing_behind_case_5(make_hosts):
     save_many(world, 20, 200, datas)
     for process, was in zip(processes, before, strict=True):
         until(lambda process=process, was=was: Use(process).flat(was), f"{process} is flat", 5.0)
+
+
+def test_generations_and_lost_peers_leave_nothing_behind_case_5(make_hosts):
+    """Not their sockets, not the segments that were rebuilt, not the ranks that ended."""
+    hosts = make_hosts(2)
+    world = World(hosts, 1, PAIR)
+    world.restore()
+    process = psutil.Process(hosts[0].process.pid)
+    used = []
+    for number in range(2, 18, 2):
+        datas = segments(2, number)
+        assert world.save(0, number, datas).ok
+        hosts[1].lose()
+        assert World(hosts[:1], number, PAIR).restore(datas).source == "rebuilt"
+        hosts[1] = make_hosts(1, first=10 + number)[0]
+        world = World(hosts, number + 1, PAIR)
+        assert world.restore(datas).source == "rebuilt"
+        used.append(Use(process))
+    until(lambda: Use(process).flat(used[3]), "the SMP is flat", 5.0)
 
 
 def save_many(world: World, first: int, count: int, datas: list[bytes]) -> None:

@@ -165,3 +165,49 @@ def test_a_peer_killed_while_others_pull_and_soon_back_case_26(make_hosts):
 def cpu_s(host: Host) -> float:
     times = psutil.Process(host.process.pid).cpu_times()
     return times.user + times.system
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_killed_or_lost_while_it_finishes_the_coding_of_the_last_generation_case_25(
+    make_hosts, victim
+):
+    hosts = make_hosts(4)
+    world = World(hosts, 1, CODES[0])
+    world.restore()
+    old, new = segments(4), segments(4, 1, chunks=5)
+    assert world.save(0, 0, old).ok
+    hosts[victim].kill()
+    world.restart(hosts[victim], faults="smp.coding:seq=1=kill")
+    world.begin(1, 1, new)
+    hosts[victim].reaped()
+    hosts[victim].start(faults="smp.piece:seq=1,piece=1=kill")
+    world = World(hosts, 2, CODES[0]).ask_restore()
+    world.restart(hosts[victim], faults="smp.coded:seq=1=kill")
+    world.restart(hosts[victim])
+    plan = restored(world, new)
+    assert (plan.step, plan.finish) == (1, True)
+    hosts[victim].lose()
+    hosts[victim] = make_hosts(1, first=9)[0]
+    assert World(hosts, 3, CODES[0]).restore(new).source == "rebuilt"
+
+
+def test_a_host_lost_while_it_finishes_the_coding_of_the_last_generation(make_hosts):
+    """What was staged everywhere and is not protected yet is given up for what is."""
+    hosts = make_hosts(4)
+    world = World(hosts, 1, CODES[0])
+    world.restore()
+    old, new = segments(4), segments(4, 1, chunks=5)
+    assert world.save(0, 0, old).ok
+    hosts[2].kill()
+    world.restart(hosts[2], faults="smp.coding:seq=1=kill")
+    world.begin(1, 1, new)
+    hosts[2].reaped()
+    hosts[2].start(faults="smp.piece:seq=1,piece=1=kill")
+    World(hosts, 2, CODES[0]).ask_restore()
+    hosts[2].reaped()
+    hosts[2].lose()
+    hosts[2] = make_hosts(1, first=9)[0]
+    world = World(hosts, 3, CODES[0])
+    plan = world.restore(old, new)
+    assert plan.step == (0 if "had not finished its parity" in str(plan.reasons) else 1)
+    assert world.save(0, 3, old).ok

@@ -25,8 +25,6 @@ from jaxft.host.memory import Arena
 from tests.host import forks
 from tests.host.ranks import WAIT_S, Rank, digest
 
-__all__ = ["WAIT_S", "Host", "World", "restored", "segments", "until"]
-
 
 def until(ready: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
     """Waits until `ready()` gives something true."""

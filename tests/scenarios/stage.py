@@ -28,7 +28,7 @@ from tests.sim.rank import Rank
 from tests.sim.simulator import Setup, Simulator
 from tests.sim.smp import Coding
 
-WITHIN_S = 15.0
+WITHIN_S = 10.0
 Condition = Callable[[], bool]
 
 

@@ -192,5 +192,17 @@ def an_smp_with_new_memory_in_an_old_generation() -> None:
     stage.peace()
 
 
-def test_new_memory_is_no_member_of_an_old_generation_case_31() -> None:
-    an_smp_with_new_memory_in_an_old_generation()
+class _Anything(list[str]):
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
+def test_new_memory_is_no_member_of_an_old_generation_case_31(monkeypatch: Patch) -> None:
+    shown(
+        an_smp_with_new_memory_in_an_old_generation,
+        lambda patch: patch.setattr(
+            "jaxft.group.keeper._arenas", lambda generation, host: _Anything()
+        ),
+        "I2",
+        monkeypatch,
+    )

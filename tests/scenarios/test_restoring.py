@@ -59,6 +59,17 @@ def test_recoverable_somehow_is_not_enough(monkeypatch: Patch) -> None:
     )
 
 
+def test_what_was_restored_is_pinned_until_the_next_commit(monkeypatch: Patch) -> None:
+    def without(patch: Patch) -> None:
+        def pinned(self: Keeper) -> set[SnapshotId | None]:
+            outcome = self.ledger.outcome
+            return set() if outcome is None else {outcome.committed}
+
+        patch.setattr(Keeper, "pinned", property(pinned))
+
+    shown(half_coded_and_a_host_lost, without, "I3", monkeypatch)
+
+
 def an_aborted_snapshot_that_looks_whole() -> None:
     """b cannot code snapshot 1, which is aborted, and gives its slot to snapshot 2. a and c still
     hold whole shares of snapshot 1."""

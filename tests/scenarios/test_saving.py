@@ -40,6 +40,27 @@ def test_the_newest_committed_snapshot_is_pinned(monkeypatch: Patch) -> None:
     shown(an_abort_after_a_commit, without, "I3", monkeypatch)
 
 
+def a_slot_that_is_used_again() -> None:
+    """Each slot is granted for the second time."""
+    stage = Stage()
+    stage.commits(3)
+    stage.peace()
+
+
+def test_the_ledger_says_that_a_slot_means_nothing_before_it_is_granted(monkeypatch: Patch) -> None:
+    real = Keeper._grant
+
+    def hasty(self: Keeper) -> list[e.Effect]:
+        return real(self)[::-1]
+
+    shown(
+        a_slot_that_is_used_again,
+        lambda patch: patch.setattr(Keeper, "_grant", hasty),
+        "I3",
+        monkeypatch,
+    )
+
+
 def a_coder_that_wakes_up_late() -> None:
     """Host c cannot code snapshot 2, which ends it; the coder of b stands still in the middle."""
     stage = Stage()

@@ -177,7 +177,8 @@ class Checker:
         self.outcomes[key] = outcome
         if outcome.ok:
             identity = SnapshotId(new.generation, outcome.seq, new.nonce)
-            self._check_commit(identity)
+            if not any(later > new.generation for later in self.bases):
+                self._check_commit(identity)
             self.commits.append(identity)
             self.newest = identity if self.newest is None else max(self.newest, identity)
             self.changed = True

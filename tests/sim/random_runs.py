@@ -36,7 +36,7 @@ def setup_of(random: Random) -> Setup:
         ranks=random.choice((1, 1, 1, 2)),
         every_steps=random.choice((1, 2, 3)),
         every_s=random.choice((0.0, 0.0, 0.4)),
-        persist_every=random.choice((0, 0, 1, 4)),
+        persist_every=random.choice((0, 0, 1, 2)),
         lost=random.choice((0.0, 0.05, 0.2)),
         doubled=random.choice((0.0, 0.1)),
         slow=random.choice((0.0, 0.05, 0.2)),
@@ -203,12 +203,12 @@ def _run(sim: Simulator, random: Random) -> None:
     sim.staging_fails = random.choice((0.0, 0.0, 0.04))
     sim.grants_fail = random.choice((0.0, 0.0, 0.03))
     chaos = Chaos(sim)
-    at_s = 0.0
+    at_s = random.choice((0.3, 1.5, 2.0, 2.5))
     for _ in range(random.choice((1, 2, 3, 4, 6))):
-        at_s += random.choice((random.uniform(0.0, 0.3), random.uniform(0.3, 2.0)))
-        sim.at(at_s + 0.3, chaos.fault)
+        at_s += random.choice((random.uniform(0.0, 0.3), random.uniform(0.3, 1.5)))
+        sim.at(at_s, chaos.fault)
     sim.start()
-    sim.run(at_s + 1.0)
+    sim.run(at_s + 0.7)
     chaos.heal()
     before, messages, since_s = len(sim.checker.told_commits), sim.messages, sim.now
     if not sim.run(sim.now + PEACE_S, lambda: len(sim.checker.told_commits) >= before + COMMITS):

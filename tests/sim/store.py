@@ -103,8 +103,7 @@ class Store:
     # ------------------------------------------------------------------ what happens to agents
 
     def start(self) -> None:
-        for machine in self.sim.machines:
-            self.agent_started(machine)
+        """Agents start with their hosts."""
 
     def agent_started(self, machine: Machine) -> None:
         agent = self.agents[machine.name] = Agent(self, machine)
