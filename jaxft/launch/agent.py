@@ -46,7 +46,8 @@ from jaxft.launch.probe import answering
 from jaxft.launch.ranks import PersistHelper, Ranks
 from jaxft.launch.registration import Registration, StoreWatcher
 from jaxft.launch.smp_process import Died, Happening, SnapshotProcess, Up
-from jaxft.launch.store import Store, open_store
+from jaxft.launch.store import Store
+from jaxft.launch.stores import open_store
 from jaxft.status.events import EventLog
 
 TICK_S = 0.05

@@ -28,7 +28,7 @@ from jaxft.launch.console import Console
 from jaxft.launch.hostdir import Lock, RankFile, remove
 from jaxft.launch.options import KILL_S, RunOptions
 from jaxft.launch.smp_process import SnapshotProcess
-from jaxft.launch.store import open_store
+from jaxft.launch.stores import open_store
 from jaxft.status.events import EventLog
 
 POLL_S = 0.02

@@ -23,7 +23,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         job: the job's name; its snapshots are found again under it.
         host: this host's name, another one on each host.
         command: the training command and its arguments, run once a rank.
-        store: URL of the store, see `jaxft.launch.store.open_store`.
+        store: URL of the store, see `jaxft.launch.stores.open_store`.
         hosts_min, hosts_max: how many hosts the world may have.
         code: "K+M"; "" is 3+1, with as much parity as the world has hosts for.
         ranks_per_host: how many processes on each host.

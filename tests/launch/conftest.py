@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from jaxft.errors import StoreError
-from jaxft.launch.store import open_store
+from jaxft.launch.stores import open_store
 
 START_S = 20.0
 

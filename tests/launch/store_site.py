@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 
 from jaxft.errors import StoreError
-from jaxft.launch.store import Store, open_store
+from jaxft.launch.store import Store
+from jaxft.launch.stores import open_store
 
 WAIT_S = 15.0
 

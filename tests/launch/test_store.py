@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxft.errors import ConfigError
-from jaxft.launch.store import Entry, LeaseObserver, Pulse, Store, open_store
+from jaxft.launch.store import Entry, LeaseObserver, Pulse, Store
+from jaxft.launch.stores import open_store
 from tests.launch.store_site import WAIT_S, Site, values, wait_for
 
 BACK_ENDS = ["sqlite", "etcd"] if shutil.which("etcd") else ["sqlite"]

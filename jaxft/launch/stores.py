@@ -1,0 +1,65 @@
+"""Which store a URL names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from jaxft.errors import ConfigError
+from jaxft.launch.sqlite import SqliteStore
+from jaxft.launch.store import Store
+
+ETCD_PORT = 2379
+
+
+def open_store(url: str, *, job: str) -> Store:
+    """Opens the store of a job.
+
+    Args:
+        url: `sqlite:///absolute/path/file.db` or a plain path, on a local file system: for the
+            hosts of one machine. Or `etcd://host:port,host:port`, the port 2379 where left out:
+            etcd 3.4 or newer, for many machines; reached without TLS, so keep it on a network that
+            only the job's machines share.
+        job: the job's name. Jobs with other names in the same store do not meet.
+
+    Raises:
+        ConfigError: not such a URL, or etcd's client is not installed.
+        StoreError: the store is not there, locked, damaged, or on a network file system.
+    """
+    if not job:
+        raise ConfigError("the job's name is empty: a store keeps jobs apart by their names")
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme == "sqlite":
+        return SqliteStore(_sqlite_path(url, rest if separator else url), job=job)
+    if scheme == "etcd":
+        endpoints = [_endpoint(url, part) for part in rest.rstrip("/").split(",")]
+        try:
+            from jaxft.launch.etcd import EtcdStore
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"store {url}: the package {error.name} is not installed: pip install 'jaxft[etcd]'"
+            ) from error
+        return EtcdStore(endpoints, job=job)
+    raise ConfigError(
+        f"store {url}: unknown kind {scheme}, expected sqlite:///absolute/path/file.db, "
+        "a plain path, or etcd://host:port,host:port"
+    )
+
+
+def _sqlite_path(url: str, path: str) -> Path:
+    if "://" in url and not path.startswith("/"):
+        raise ConfigError(f"store {url}: expected sqlite:///absolute/path/file.db")
+    if not path:
+        raise ConfigError("the store's path is empty")
+    return Path(path)
+
+
+def _endpoint(url: str, part: str) -> tuple[str, int]:
+    try:
+        split = urlsplit(f"//{part}")
+        host, port = split.hostname, split.port
+    except ValueError as error:
+        raise ConfigError(f"store {url}: {part!r} is not host:port ({error})") from error
+    if not host or part != split.netloc or "@" in part:
+        raise ConfigError(f"store {url}: {part!r} is not host:port")
+    return host, port or ETCD_PORT
