@@ -25,7 +25,8 @@ from jaxft.host.local import LocalListener
 from jaxft.launch.agent import clear_ended_run
 from jaxft.launch.probe import answering
 from jaxft.launch.registration import Registration, StoreWatcher
-from jaxft.launch.store import Store, open_store
+from jaxft.launch.store import Store
+from jaxft.launch.stores import open_store
 
 KEY = f"{HOST}a"
 RECORD = HostRecord(host="a", agent="1", arena="m", address="ipc:///a", coordinator="127.0.0.1:1")

@@ -14,7 +14,8 @@ import requests
 
 import jaxft.launch.etcd
 from jaxft.errors import StoreError
-from jaxft.launch.store import Store, open_store
+from jaxft.launch.store import Store
+from jaxft.launch.stores import open_store
 from tests.launch.store_site import WAIT_S, Site, takes_at_most, values
 
 

@@ -18,7 +18,8 @@ import pytest
 import jaxft.launch.sqlite
 from jaxft.errors import StoreError
 from jaxft.launch.sqlite import SqliteStore, network_file_system
-from jaxft.launch.store import LeaseObserver, Pulse, Store, open_store
+from jaxft.launch.store import LeaseObserver, Pulse, Store
+from jaxft.launch.stores import open_store
 from tests.launch.store_site import takes_at_most, values
 
 
