@@ -8,7 +8,7 @@ import typer
 
 from jaxft.errors import ConfigError, JaxftError
 from jaxft.launch.hostdir import local_store
-from jaxft.launch.options import RunOptions, own_host_name, parse_hosts
+from jaxft.launch.options import LOCAL_HOSTS_MAX, RunOptions, own_host_name, parse_hosts
 from jaxft.launch.run import EXIT_USAGE, EXIT_WORLD, check_command, fail
 from jaxft.launch.run import run_agent as agent
 from jaxft.launch.run import run_local as local
@@ -93,8 +93,8 @@ def run(
     use, 3 the world could not be formed or could not go on, 128 + n ended by signal n.
     """
     try:
-        if local_hosts < 0:
-            raise ConfigError(f"--local-hosts {local_hosts}: expected 1 or more")
+        if not 0 <= local_hosts <= LOCAL_HOSTS_MAX:
+            raise ConfigError(f"--local-hosts {local_hosts}: expected 1 to {LOCAL_HOSTS_MAX}")
         if local_hosts and host:
             raise ConfigError(
                 "--host names one host, --local-hosts starts several: use one of them"

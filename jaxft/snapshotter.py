@@ -45,7 +45,7 @@ from jaxft.host.client import SmpClient, greeting
 from jaxft.receipt import Receipt
 from jaxft.restorer import Restored, restore
 from jaxft.schedule import Schedule
-from jaxft.startup import newest_generation, rank_options, take_seat
+from jaxft.startup import leaves_by, newest_generation, rank_options, take_seat
 from jaxft.status.events import EventLog
 
 _log = logging.getLogger(__name__)
@@ -478,6 +478,8 @@ class Snapshotter:
         if kind is None:
             self.close()
             return
+        if isinstance(error, SystemExit):
+            leaves_by(error)
         try:
             self.close(timeout_s=1.0, failing=True)
         except JaxftError as also:

@@ -1,8 +1,18 @@
-"""How a rank comes into its world: jax.distributed from what the agent said, or alone."""
+"""How a rank comes into its world, jax.distributed from what the agent said or alone, and how one
+that has failed leaves it.
+
+JAX lets a process end only when all have come to its end, for up to five minutes. A rank that has
+failed is the one that the others wait for, in a collective: it would never come to be seen dead. So
+it waits FAILED_S for them, and ends.
+"""
 
 from __future__ import annotations
 
+import atexit
 import ipaddress
+import os
+import sys
+import threading
 from typing import TYPE_CHECKING
 
 import jax
@@ -18,6 +28,10 @@ if TYPE_CHECKING:
 
 HEARTBEAT_S = 100
 INITIALIZE_S = 300
+FAILED_S = 2.0
+
+_taken: set[RankEnv] = set()
+_left: list[SystemExit] = []
 
 
 def initialize() -> None:
@@ -33,6 +47,7 @@ def initialize() -> None:
     env = RankEnv.from_environ()
     if env is None or env.ranks == 1:
         return
+    atexit.register(_leave_if_failed)  # the last one registered is the first one to be called
     if getattr(jax.config, "jax_cpu_collectives_implementation", None) in (None, "none"):
         jax.config.update(  # type: ignore[no-untyped-call]
             "jax_cpu_collectives_implementation", "gloo"
@@ -45,6 +60,28 @@ def initialize() -> None:
         initialization_timeout=INITIALIZE_S,
         heartbeat_timeout_seconds=HEARTBEAT_S,
     )
+
+
+def leaves_by(error: SystemExit) -> None:
+    """This rank is about to end with the error's status (Python does not say so at its exit)."""
+    _left[:] = [error] if error.code not in (None, 0) else []
+
+
+def _leave_if_failed() -> None:
+    """Ends this process FAILED_S from now, whatever it waits for, if it has failed."""
+    status = 1 if getattr(sys, "last_value", None) is not None else 0
+    for error in _left:
+        status = error.code if isinstance(error.code, int) else 1
+    if status:
+        timer = threading.Timer(FAILED_S, _end, (status,))
+        timer.daemon = True
+        timer.start()
+
+
+def _end(status: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 def _bind_address(coordinator: str) -> str | None:
@@ -61,15 +98,42 @@ def take_seat(job: str | None, floor: int = 0) -> Seat:
     rank of a job of its own.
 
     Raises:
-        ConfigError: the job's name is not the one that the agent runs.
+        ConfigError: the job's name is not the one that the agent runs, JAX does not know of the
+            other ranks, or this process has had its place already.
         JobInUse: another process is the rank of this job.
     """
     env = RankEnv.from_environ()
+    _check_world(env)
     if env is None:
         return attach(job, floor)
     if job is not None and job != env.job:
         raise ConfigError(f'Snapshotter(job="{job}"): `jaxft run` runs this script as "{env.job}"')
+    if env in _taken:
+        raise ConfigError(
+            f"rank {env.rank} of generation {env.generation} has had its Snapshotter: make one for "
+            "each process, and use it for all that is saved"
+        )
+    _taken.add(env)
     return Seat(env)
+
+
+def _check_world(env: RankEnv | None) -> None:
+    """Each rank saves the part of the state that JAX gives to its process: both must mean the same
+    world, or parts would be missing, or saved twice.
+    """
+    rank, ranks = (0, 1) if env is None else (env.rank, env.ranks)
+    index, count = jax.process_index(), jax.process_count()
+    if (index, count) == (rank, ranks):
+        return
+    if env is None:
+        raise ConfigError(
+            f"for JAX this is process {index} of {count}, and nobody launched it as a rank of so "
+            "many: start the script with `jaxft run`, which keeps all processes together"
+        )
+    raise ConfigError(
+        f"this is rank {rank} of {ranks}, and for JAX it is process {index} of {count}: call "
+        "jaxft.initialize() before anything else of JAX"
+    )
 
 
 def newest_generation(options: RankOptions) -> int:

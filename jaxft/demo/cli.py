@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import shutil
 import signal
 import sys
@@ -69,6 +70,8 @@ def demo(
         fallback=fallback,
         fail=fail or [],
     )
+    if json_file is not None and not os.access(json_file.absolute().parent, os.W_OK):
+        raise ConfigError(f"--json {json_file}: its directory has to be there and writable")
     started_s = time.monotonic()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _end)
@@ -96,8 +99,14 @@ def _workplace(keep: Path | None) -> Iterator[Path]:
     Raises:
         ConfigError: there is something already.
     """
-    if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise ConfigError(f"--keep {keep}: there is something in it; name an empty directory")
+    if keep is not None:
+        try:
+            keep.mkdir(parents=True, exist_ok=True)
+            is_empty = not any(keep.iterdir())
+        except OSError as error:
+            raise ConfigError(f"--keep {keep}: it cannot be used: {error}") from error
+        if not is_empty:
+            raise ConfigError(f"--keep {keep}: there is something in it; name an empty directory")
     directory = Path(tempfile.mkdtemp(prefix="jaxft-demo-")) if keep is None else keep.absolute()
     try:
         yield directory

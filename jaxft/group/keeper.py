@@ -592,10 +592,10 @@ class Keeper:
         if identity == self.next_id:
             self._snapshot_failure = self._snapshot_failure or reason
         elif plan is not None and plan.chosen == identity and not self._finished:
-            # Whatever the reason, this share cannot be made whole: the root has to plan without it.
+            # Whatever the reason, the snapshot cannot be finished: the root has to plan again.
             self._failure = self._failure or reason
             self._damaged |= {
-                Damage(slot.host) for slot in self.ledger.slots if slot.id == identity
+                Damage.unfinished(slot.host) for slot in self.ledger.slots if slot.id == identity
             }
         return []
 

@@ -147,6 +147,11 @@ class Damage(msgspec.Struct, frozen=True, order=True, array_like=True):
     lane: int = -1
     stripe: int = -1
 
+    @classmethod
+    def unfinished(cls, host: int) -> Damage:
+        """The parity that `host` lacks could not be made; its segment is whole all the same."""
+        return cls(host, 0, -1)
+
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
     """Where the segment of `host` (a place in the snapshot's world) is read: from the SMP at

@@ -113,7 +113,7 @@ def choose(
         damaged = (damages or {}).get(identity, frozenset())
         shares, world = _shares(identity, holders, damaged)
         if identity in bases:
-            shares = _without_half_coded(shares, world)
+            shares = _without_half_coded(shares, world, damaged)
         verdict = _judge(shares, world, damaged)
         if verdict.ok:
             return _from_memory(
@@ -149,11 +149,16 @@ def _shares(
 
 
 def _without_half_coded(
-    shares: Mapping[int, tuple[str, Slot]], world: World
+    shares: Mapping[int, tuple[str, Slot]], world: World, damaged: frozenset[Damage]
 ) -> dict[int, tuple[str, Slot]]:
-    """In groups where a share is missing, without those that have no parity: nobody can finish
+    """In groups where something is missing, without those that have no parity: nobody can finish
     them, and the others were finished without them."""
-    short = [group for group in world.groups if any(host not in shares for host in group.hosts)]
+    hurt = {damage.host for damage in damaged}
+    short = [
+        group
+        for group in world.groups
+        if any(host not in shares or host in hurt for host in group.hosts)
+    ]
     members = {host for group in short for host in group.hosts}
     return {
         host: (address, slot)

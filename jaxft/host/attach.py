@@ -23,7 +23,7 @@ import msgspec
 
 from jaxft import config
 from jaxft.errors import JobInUse, LaunchError, PeerUnreachable, ProtocolError, WireError
-from jaxft.host.local import LocalChannel, connect
+from jaxft.host.local import LocalChannel, connect, make_private
 
 HOST = "alone"
 SOCKET = "solo.sock"
@@ -93,7 +93,8 @@ def attach(job: str | None, floor: int = 0) -> Seat:
 
     Raises:
         JobInUse: another process has it, or `jaxft run` runs the job here.
-        LaunchError: the keeper could not be started; says where its log is.
+        LaunchError: the keeper could not be started; says why, and where its log is.
+        ConfigError: the run directory cannot be used.
     """
     name = default_job() if job is None else config.check_name("job", job)
     directory = config.host_dir(config.run_dir().absolute(), name, HOST)
@@ -108,10 +109,18 @@ def attach(job: str | None, floor: int = 0) -> Seat:
             elif started.poll() is not None:
                 break
             time.sleep(0.02)
+    ended = started is not None and started.poll() is not None
+    how = "ended at once" if ended else f"did not start within {START_S:g} s"
+    log = directory / "logs" / "solo.log"
     raise LaunchError(
-        f"job {name}: the keeper of its snapshots did not start within {START_S:g} s; see "
-        f"{directory / 'logs' / 'solo.log'}"
+        f"job {name}: the keeper of its snapshots {how}: {_last_line(log)} (log: {log})"
     )
+
+
+def _last_line(log: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (log.read_text(errors="replace").rstrip().splitlines() or ["it said nothing"])[-1]
+    return "it said nothing"
 
 
 def _ask(channel: LocalChannel, floor: int) -> Seat:
@@ -132,7 +141,7 @@ def _ask(channel: LocalChannel, floor: int) -> Seat:
 
 def _start(job: str, directory: Path) -> subprocess.Popen[bytes]:
     """Starts the keeper, in a session of its own."""
-    (directory / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private(directory / "logs")
     with (directory / "logs" / "solo.log").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "jaxft.launch.solo", "--job", job],

@@ -29,7 +29,6 @@ import errno
 import os
 import select
 import socket
-import stat
 import struct
 import threading
 import time
@@ -37,6 +36,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxft import config
 from jaxft.errors import (
     ChannelClosed,
     ConfigError,
@@ -381,19 +381,37 @@ def private_socket_path(path: Path) -> str:
             f'socket path "{address}" has {len(os.fsencode(address))} bytes and Unix sockets take '
             f"{_PATH_BYTES_MAX}: use a directory with a shorter name"
         )
-    directory = path.parent
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
-    except OSError as error:
-        raise ConfigError(f"directory {directory} for sockets cannot be used: {error}") from error
-    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        raise ConfigError(
-            f"directory {directory} for sockets belongs to user {status.st_uid} and has mode "
-            f"{stat.S_IMODE(status.st_mode):o}: it must belong to user {os.geteuid()} and have "
-            "mode 700"
-        )
+    make_private(path.parent)
     return address
+
+
+def make_private(directory: Path) -> None:
+    """Makes a directory, and those above it, for this user alone.
+
+    Raises:
+        ConfigError: that is not possible, or others may enter it, or the run directory above it.
+    """
+    run = config.run_dir().absolute()
+    above = [path for path in directory.parents if path.is_relative_to(run)]
+    try:
+        for path in reversed([directory, *directory.parents]):
+            if not path.exists():
+                path.mkdir(mode=0o700, exist_ok=True)
+        for path in (directory, *above):
+            _check_private(path, path.stat())
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(directory))
+    except OSError as error:
+        raise ConfigError(f"directory {directory} cannot be used: {error}") from error
+
+
+def _check_private(directory: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ConfigError(
+            f"directory {directory} belongs to user {status.st_uid} and has mode "
+            f"{status.st_mode & 0o777:o}: it must belong to user {os.geteuid()} with mode 700; "
+            f"change that (chmod 700), or name another directory in JAXFT_RUN_DIR"
+        )
 
 
 def _is_alive(address: str) -> bool:

@@ -39,8 +39,9 @@ from jaxft.group.records import (
 )
 from jaxft.group.world import Generation, Member, encode
 from jaxft.host import protocol
+from jaxft.host.local import make_private
 from jaxft.launch.console import Console
-from jaxft.launch.hostdir import Lock, RankFile, ReservedPort, make_private, remove
+from jaxft.launch.hostdir import Lock, RankFile, ReservedPort, remove
 from jaxft.launch.options import KILL_S, RunOptions
 from jaxft.launch.probe import answering
 from jaxft.launch.ranks import PersistHelper, Ranks

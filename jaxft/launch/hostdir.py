@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxft import config
-from jaxft.errors import ConfigError, JobInUse, LaunchError
+from jaxft.errors import JobInUse, LaunchError
+from jaxft.host.local import make_private
 from jaxft.launch.child import Child, living, start_ticks
 
 LOOPBACK = "127.0.0.1"
@@ -63,27 +64,6 @@ class Lock:
             self.path.unlink(missing_ok=True)
             os.close(self._fd)
             self._fd = -1
-
-
-def make_private(directory: Path) -> None:
-    """Makes a directory, and those above it, for this user alone.
-
-    Raises:
-        ConfigError: that is not possible, or others may write into it.
-    """
-    try:
-        for path in reversed([directory, *directory.parents]):
-            if not path.exists():
-                path.mkdir(mode=0o700, exist_ok=True)
-        status = directory.stat()
-    except OSError as error:
-        raise ConfigError(f"directory {directory} cannot be made: {error}") from error
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise ConfigError(
-            f"directory {directory} belongs to user {status.st_uid} and has mode "
-            f"{status.st_mode & 0o777:o}: it must belong to user {os.geteuid()} with mode 700; "
-            "name another one in JAXFT_RUN_DIR"
-        )
 
 
 class ReservedPort:

@@ -22,6 +22,7 @@ import msgspec
 from jaxft import config
 from jaxft.errors import ConfigError, JaxftError, LaunchError, StoreError
 from jaxft.group.records import JobEnd, read_view
+from jaxft.host.local import make_private
 from jaxft.launch.agent import Interrupted
 from jaxft.launch.child import Child, end_all, kill_all
 from jaxft.launch.console import Console
@@ -68,11 +69,13 @@ class LocalWorld:
         Raises:
             Interrupted: by SIGINT or SIGTERM.
             ConfigError: an agent was refused what it asked for.
+            StoreError: the store cannot be used.
             LaunchError: all agents are gone and none of them wrote an end.
         """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         try:
+            self._check()
             for host in self._hosts:
                 self._start(host, self._options.fresh)
             while self._agents or self._due:
@@ -96,6 +99,15 @@ class LocalWorld:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or number
+
+    def _check(self) -> None:
+        """What every agent would fail at is said once, and before any of them is started."""
+        for host in self._hosts:
+            make_private(self._of(host).logs())
+        open_store(self._options.store, job=self._options.job).close()
+
+    def _of(self, host: str) -> RunOptions:
+        return msgspec.structs.replace(self._options, host=host)
 
     def _start(self, host: str, fresh: bool) -> None:
         options = msgspec.structs.replace(self._options, host=host, fresh=fresh)
@@ -146,7 +158,7 @@ class LocalWorld:
 
     def _clear_host(self, host: str) -> None:
         """Ends what an agent that was killed, and not started again, has left."""
-        options = msgspec.structs.replace(self._options, host=host)
+        options = self._of(host)
         directory = options.directory()
         if not directory.exists():
             return

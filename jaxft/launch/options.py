@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import socket
 from pathlib import Path
@@ -14,6 +15,7 @@ from jaxft.group.membership import Rules
 from jaxft.group.world import Code
 
 KILL_S = 10.0
+LOCAL_HOSTS_MAX = 64
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,10 +85,10 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         if not 1 <= self.ranks_per_host <= 1024:
             raise ConfigError(f"--ranks-per-host {self.ranks_per_host}: expected 1 to 1024")
         for name in ("lease_s", "store_grace_s", "form_timeout_s", "silence_s", "exit_grace_s"):
-            if getattr(self, name) <= 0:
+            if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{_option(name)} {getattr(self, name):g}: expected more than 0")
         for name in ("settle_s", "rejoin_s", "agent_grace_s", "term_grace_s", "orphan_s"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{_option(name)} {getattr(self, name):g}: expected 0 or more")
         if self.restarts_max < 1:
             raise ConfigError(f"--restarts-max {self.restarts_max}: expected at least 1")

@@ -24,7 +24,7 @@ from jaxft.group.messages import PersistOrder
 from jaxft.group.placement import form_groups
 from jaxft.group.world import Code, Generation, Member
 from jaxft.host import attach, protocol
-from jaxft.host.local import LocalChannel, LocalListener
+from jaxft.host.local import LocalChannel, LocalListener, make_private
 from jaxft.launch.hostdir import Lock, remove
 from jaxft.launch.options import RunOptions
 from jaxft.launch.ranks import PersistHelper
@@ -51,7 +51,7 @@ class Solo:
             log_dir=None,
         )
         self.directory = self.options.directory().absolute()
-        self.options.logs().mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(self.options.logs())
         self._lock = Lock(self.directory / "lock", f"job {job} on this host")
         self._listener = LocalListener(self.directory / attach.SOCKET)
         log = self.options.logs() / "smp.log"

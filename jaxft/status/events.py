@@ -7,12 +7,15 @@ never sees half of one unless the writer died in it; such a line is passed over.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from jaxft.errors import ConfigError
 
 Event = dict[str, Any]
 
@@ -24,6 +27,9 @@ class EventLog:
         directory: where the files are; made if missing.
         host: name of the host.
         role: what this process is.
+
+    Raises:
+        ConfigError: the directory cannot be used.
     """
 
     def __init__(self, directory: Path | None, *, host: str, role: str) -> None:
@@ -31,9 +37,13 @@ class EventLog:
         self.role = role
         self._fd: int | None = None
         if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
             path = directory / f"{host}-{role}-{os.getpid()}.jsonl"
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                self._fd = os.open(path, flags, 0o600)
+            except OSError as error:
+                raise ConfigError(f"JAXFT_EVENTS={directory} cannot be used: {error}") from error
 
     def emit(self, event: str, **fields: object) -> None:
         """Appends one event."""
@@ -47,7 +57,9 @@ class EventLog:
             "event": event,
             **fields,
         }
-        os.write(self._fd, (json.dumps(line, default=str) + "\n").encode())
+        # A full disk costs events and no training.
+        with contextlib.suppress(OSError):
+            os.write(self._fd, (json.dumps(line, default=str) + "\n").encode())
 
     def close(self) -> None:
         if self._fd is not None:

@@ -12,7 +12,7 @@ from jaxft.group import events as e
 from jaxft.group import host, recovery, root
 from jaxft.group.keeper import Keeper
 from jaxft.group.manifest import SnapshotId
-from jaxft.group.messages import Directive, Ledger, ManifestNotice, Plan, Status
+from jaxft.group.messages import Damage, Directive, Ledger, ManifestNotice, Plan, Status
 from jaxft.group.recovery import Holder
 from jaxft.group.root import Root
 from tests.scenarios.stage import Stage, shown
@@ -49,7 +49,7 @@ def test_recoverable_somehow_is_not_enough(monkeypatch: Patch) -> None:
     real = recovery._judge
 
     def careless(shares: Any, world: Any, damaged: Any) -> recovery.Verdict:
-        return real(recovery._without_half_coded(shares, world), world, damaged)
+        return real(recovery._without_half_coded(shares, world, damaged), world, damaged)
 
     shown(
         half_coded_and_a_host_lost,
@@ -156,7 +156,9 @@ def a_member_comes_back_with_half_a_share() -> None:
 def test_what_a_generation_went_on_from_is_rebuilt_without_half_shares(monkeypatch: Patch) -> None:
     shown(
         a_member_comes_back_with_half_a_share,
-        lambda patch: patch.setattr(recovery, "_without_half_coded", lambda shares, world: shares),
+        lambda patch: patch.setattr(
+            recovery, "_without_half_coded", lambda shares, world, damaged: shares
+        ),
         "I1",
         monkeypatch,
     )
@@ -425,5 +427,31 @@ def test_what_cannot_be_finished_is_passed_over(monkeypatch: Patch) -> None:
         damage_in_what_is_to_be_finished,
         lambda patch: patch.setattr(Keeper, "_coding_failed", careless),
         "progress",
+        monkeypatch,
+    )
+
+
+def one_member_cannot_finish() -> None:
+    """d alone has not coded snapshot 1, and a byte of b is wrong by now: d cannot finish. Without d
+    the rest could be rebuilt, but would tolerate no further loss."""
+    stage = Stage(hosts=4, code="2+2")
+    stage.commits(1)
+    late = stage.hold(ManifestNotice, to="d")
+    stage.until(lambda: all(stage.slot(name, 1, "coded")() for name in "abc"))
+    stage.host("b").damage(stage.slot_number("b", 1), 1, "data")
+    stage.rank("a").crash()
+    stage.until(lambda: stage.number == 2)
+    late.drop()
+    stage.until(stage.settled(2))
+    stage.run(0.3)
+    assert _is(stage, 0)
+    stage.peace()
+
+
+def test_a_share_that_cannot_be_finished_is_not_just_missing(monkeypatch: Patch) -> None:
+    shown(
+        one_member_cannot_finish,
+        lambda patch: patch.setattr(Damage, "unfinished", classmethod(lambda cls, host: cls(host))),
+        "I1",
         monkeypatch,
     )
