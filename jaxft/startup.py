@@ -13,6 +13,7 @@ import ipaddress
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
@@ -98,16 +99,23 @@ def take_seat(job: str | None, floor: int = 0) -> Seat:
     rank of a job of its own.
 
     Raises:
-        ConfigError: the job's name is not the one that the agent runs, JAX does not know of the
-            other ranks, or this process has had its place already.
+        ConfigError: the job's name is not the one that the agent runs, the run that this process's
+            variables are of is over, JAX does not know of the other ranks, or this process has had
+            its place already.
         JobInUse: another process is the rank of this job.
     """
     env = RankEnv.from_environ()
-    _check_world(env)
     if env is None:
+        _check_world(0, 1)
         return attach(job, floor)
+    if not Path(env.smp).parent.is_dir():
+        raise ConfigError(
+            f"JAXFT_SMP={env.smp} is left of a run that is over: unset the JAXFT_* variables of "
+            "this shell, or start the script with `jaxft run`, which sets them anew"
+        )
     if job is not None and job != env.job:
         raise ConfigError(f'Snapshotter(job="{job}"): `jaxft run` runs this script as "{env.job}"')
+    _check_world(env.rank, env.ranks)
     if env in _taken:
         raise ConfigError(
             f"rank {env.rank} of generation {env.generation} has had its Snapshotter: make one for "
@@ -117,15 +125,14 @@ def take_seat(job: str | None, floor: int = 0) -> Seat:
     return Seat(env)
 
 
-def _check_world(env: RankEnv | None) -> None:
+def _check_world(rank: int, ranks: int) -> None:
     """Each rank saves the part of the state that JAX gives to its process: both must mean the same
     world, or parts would be missing, or saved twice.
     """
-    rank, ranks = (0, 1) if env is None else (env.rank, env.ranks)
     index, count = jax.process_index(), jax.process_count()
-    if (index, count) == (rank, ranks):
+    if count == ranks and index == rank:
         return
-    if env is None:
+    if ranks == 1:
         raise ConfigError(
             f"for JAX this is process {index} of {count}, and nobody launched it as a rank of so "
             "many: start the script with `jaxft run`, which keeps all processes together"

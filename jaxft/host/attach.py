@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from jaxft import config
-from jaxft.errors import JobInUse, LaunchError, PeerUnreachable, ProtocolError, WireError
+from jaxft.errors import JobInUse, LaunchError, ProtocolError, WireError
 from jaxft.host.local import LocalChannel, connect, make_private
 
 HOST = "alone"
@@ -103,7 +103,7 @@ def attach(job: str | None, floor: int = 0) -> Seat:
     while time.monotonic() < deadline_s:
         try:
             return _ask(connect(directory / SOCKET, 0.0), floor)
-        except (PeerUnreachable, ProtocolError):
+        except WireError:  # it is not there, or about to end
             if started is None:
                 started = _start(name, directory)
             elif started.poll() is not None:

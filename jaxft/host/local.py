@@ -347,7 +347,7 @@ def connect(path: Path, timeout_s: float) -> LocalChannel:
         ConfigError: the path is too long, or its directory is open to other users.
         PeerUnreachable: nobody of this user listened there in time.
     """
-    address = private_socket_path(path)
+    address = private_socket_path(path, make=False)
     deadline = time.monotonic() + timeout_s
     while True:
         reason = "another user listens there"
@@ -365,10 +365,10 @@ def connect(path: Path, timeout_s: float) -> LocalChannel:
         time.sleep(_RETRY_S)
 
 
-def private_socket_path(path: Path) -> str:
+def private_socket_path(path: Path, *, make: bool = True) -> str:
     """The address of a Unix socket at `path`, in a directory that is this user's alone.
 
-    A directory that is not there is made.
+    A directory that is not there is made, if `make`.
 
     Raises:
         ConfigError: too long for a Unix socket, or the directory is open to other users.
@@ -381,7 +381,8 @@ def private_socket_path(path: Path) -> str:
             f'socket path "{address}" has {len(os.fsencode(address))} bytes and Unix sockets take '
             f"{_PATH_BYTES_MAX}: use a directory with a shorter name"
         )
-    make_private(path.parent)
+    if make or path.parent.exists():
+        make_private(path.parent)
     return address
 
 

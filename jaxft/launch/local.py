@@ -22,13 +22,13 @@ import msgspec
 from jaxft import config
 from jaxft.errors import ConfigError, JaxftError, LaunchError, StoreError
 from jaxft.group.records import JobEnd, read_view
-from jaxft.host.local import make_private
+from jaxft.host.local import make_private, private_socket_path
 from jaxft.launch.agent import Interrupted
 from jaxft.launch.child import Child, end_all, kill_all
 from jaxft.launch.console import Console
 from jaxft.launch.hostdir import Lock, RankFile, remove
 from jaxft.launch.options import KILL_S, RunOptions
-from jaxft.launch.smp_process import SnapshotProcess
+from jaxft.launch.smp_process import SOCKET, SnapshotProcess
 from jaxft.launch.stores import open_store
 from jaxft.status.events import EventLog
 
@@ -102,8 +102,9 @@ class LocalWorld:
 
     def _check(self) -> None:
         """What every agent would fail at is said once, and before any of them is started."""
-        for host in self._hosts:
-            make_private(self._of(host).logs())
+        for options in map(self._of, self._hosts):
+            private_socket_path(options.directory() / SOCKET)
+            make_private(options.logs())
         open_store(self._options.store, job=self._options.job).close()
 
     def _of(self, host: str) -> RunOptions:

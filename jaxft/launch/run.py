@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from jaxft import config
+from jaxft import config, faults
 from jaxft.errors import ConfigError, JaxftError, JobInUse
 from jaxft.group.records import JobEnd
 from jaxft.launch.agent import Agent, Interrupted
@@ -71,13 +71,26 @@ def check_command(command: tuple[str, ...]) -> None:
         raise ConfigError(f"command not found: {command[0]} ({remedy})")
 
 
+def check_environ() -> None:
+    """Refuses variables that every process would fail at.
+
+    Raises:
+        ConfigError: one that cannot be read.
+    """
+    config.memory_bytes_max()
+    faults.parse(config.faults_text())
+
+
 def fail(error: object) -> None:
     """One clear message."""
-    print(f"jaxft: error: {error}", file=sys.stderr, flush=True)
+    # One write, so that what two agents say at the same time does not mix.
+    sys.stderr.write(f"jaxft: error: {error}\n")
+    sys.stderr.flush()
 
 
 def _ended(run: Callable[[], JobEnd], options: RunOptions) -> int:
     try:
+        check_environ()
         end = run()
     except Interrupted as interrupted:
         return EXIT_SIGNAL + interrupted.number

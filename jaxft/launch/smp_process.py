@@ -31,6 +31,7 @@ from jaxft.host.local import LocalChannel, connect
 from jaxft.launch.console import last_lines
 from jaxft.launch.options import RunOptions
 
+SOCKET = "smp.sock"
 START_S = 30.0
 ANSWER_S = 5.0
 CHECK_S = 2.0
@@ -71,7 +72,7 @@ class SnapshotProcess:
         self, options: RunOptions, directory: Path, log: Path, say: Callable[[str], None]
     ) -> None:
         self._options = options
-        self._socket = directory / "smp.sock"
+        self._socket = directory / SOCKET
         self._directory = directory
         self._log = log
         self._say = say
@@ -82,6 +83,7 @@ class SnapshotProcess:
         self._how = "started"
         self._deadline_s: float | None = None
         self._deaths: deque[float] = deque(maxlen=DEATHS_MAX)
+        self._unheard = 0
         self.pid = 0
         self.welcome: protocol.Welcome | None = None
 
@@ -215,18 +217,23 @@ class SnapshotProcess:
     def _mind_deaths(self) -> None:
         now_s = time.monotonic()
         quick = [at_s for at_s in self._deaths if now_s - at_s < QUICK_S]
+        # One that never gets as far as an answer may take long to die, on a busy machine.
+        vain = f"{self._unheard} times before it had answered"
         if len(quick) >= DEATHS_MAX:
+            vain = f"{len(quick)} times within {QUICK_S:g} s"
+        if max(len(quick), self._unheard) >= DEATHS_MAX:
             raise LaunchError(
-                f"host {self._options.host}: the SMP died {len(quick)} times within {QUICK_S:g} s. "
-                f"The end of its log {self._log}:\n{last_lines(self._log)}"
+                f"host {self._options.host}: the SMP died {vain}. The end of its log {self._log}:\n"
+                f"{last_lines(self._log)}"
             )
-        if len(quick) >= DEATHS_ON_MEMORY and self._fds:
+        if max(len(quick), self._unheard) >= DEATHS_ON_MEMORY and self._fds:
             self._say("the SMP keeps dying on its memory: it is started with new, empty memory")
             self._let_memory_go()
 
     def _bury(self) -> None:
         """Reaps a dead SMP; its memory is kept."""
         self._deaths.append(time.monotonic())
+        self._unheard += 1
         if self._channel is not None:
             self._channel.close()
         if self._child is not None:
@@ -264,6 +271,7 @@ class SnapshotProcess:
                 if isinstance(message, protocol.Welcome):
                     self._let_memory_go()
                     self._fds, self.welcome = fds, message
+                    self._unheard = 0
                     self._deadline_s = None
                     happened.append(Up(message, self._how))
                     continue
