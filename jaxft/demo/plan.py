@@ -130,8 +130,8 @@ def _with_steps(wishes: list[_Wish], steps: int, every: int) -> list[_Wish]:
 
 
 def _before_due(step: int, every: int) -> int:
-    """The last step up to `step` after which a snapshot is due: they come at 1, 1 + every, ..."""
-    return max(1, step - step % every)
+    """The last step up to `step` after which a snapshot is due: they come at 0, every, ..."""
+    return max(1, step - (step + 1) % every)
 
 
 def _victims(wish: _Wish, hosts: int, groups: Sequence[Group]) -> tuple[str, ...]:
@@ -188,7 +188,8 @@ class DemoOptions:
     def pause_step(self) -> int | None:
         """Where a failure needs a checkpoint: the step at which training waits until one can be
         begun, so that the next snapshot goes to storage."""
-        return self.every if any(self.needs_storage(f) for f in self.failures) else None
+        wanted = any(self.needs_storage(failure) for failure in self.failures)
+        return max(1, self.every - 1) if wanted else None
 
     def needs_storage(self, failure: Failure) -> bool:
         """Whether memory cannot give back what this failure takes."""

@@ -23,6 +23,7 @@ from jaxft.demo.digest import shard_digests
 from jaxft.status.events import EventLog
 
 HOLD_MAX_S = 120.0
+PROTECT_MAX_S = 60.0
 DEVICES_PER_RANK = 2
 
 
@@ -42,6 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         restored = snapshotter.restore(like)
         if restored is None:
             first, state = 0, model.first_state(like, options.seed)
+            _protect_start(snapshotter, state)
+            log.saved(0, state)
         else:
             first, state = restored.extras["batches"], restored.state
             log.restored(restored)
@@ -114,6 +117,12 @@ class DemoLog:
     def _say(self, line: str) -> None:
         if self._speaks:
             print(line, flush=True)
+
+
+def _protect_start(snapshotter: jaxft.Snapshotter, state: model.State) -> None:
+    """From the first step on there is something to go on from."""
+    receipt = snapshotter.save(0, state, extras={"batches": 0})
+    receipt.protected.result(timeout=PROTECT_MAX_S)
 
 
 def _fallback(options: argparse.Namespace) -> jaxft.OrbaxFallback | None:

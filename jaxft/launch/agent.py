@@ -19,7 +19,7 @@ import time
 from types import FrameType
 
 from jaxft import config, faults
-from jaxft.errors import StoreError
+from jaxft.errors import StoreError, StoreLost
 from jaxft.group import membership as m
 from jaxft.group.messages import PersistOrder
 from jaxft.group.records import (
@@ -301,18 +301,27 @@ class Agent:
     # -------------------------------------------------------------------- the store
 
     def _mind_absent_store(self) -> None:
-        """Training goes on without the store for a while, and not for longer."""
+        """Training goes on without the store for a while, and not for longer; then the agent waits
+        for a store that may come back, for as long as it would for other hosts.
+
+        Raises:
+            StoreError: it did not come back, or cannot.
+        """
         if self._registration is None or self._watcher is None:
             return
-        silent_s = self._registration.silent_s()
+        silent_s, error = self._registration.silent_s(), self._watcher.error
+        if error is not None and not self._ranks.running:
+            wait_s = self.options.store_grace_s + self.options.form_timeout_s
+            if silent_s > (self.options.lease_s if isinstance(error, StoreLost) else wait_s):
+                raise error
         if silent_s > self.options.store_grace_s and self._ranks.running:
             self._console.say(
                 f"the store has not answered for {silent_s:.0f} s: the ranks are killed "
-                f"({self._watcher.error})"
+                f"({error})"
             )
             self._ranks.kill()
-        elif self._watcher.error is not None:
-            self._say_once(f"the store does not answer: {self._watcher.error}")
+        elif error is not None:
+            self._say_once(f"the store does not answer: {error}")
 
     def _write_progress(self, store: Store, *, at_once: bool = False) -> None:
         """Says how far the generation is: when it settles, and now and then."""
@@ -358,7 +367,7 @@ class Agent:
                     return None
                 self._watcher.refresh()
         except StoreError as error:
-            self._say_once(str(error))
+            self._say_once(f"the store does not answer: {error}")
         return None
 
     def _perform(self, decision: m.Decision, store: Store, view: View) -> bool:

@@ -131,7 +131,7 @@ class RankFile:
 
 def remove(directory: Path, lock: Lock, *, keep_logs: bool) -> None:
     """Takes a host's directory away, its lock last, and the job's if that is empty then."""
-    for path in directory.iterdir():
+    for path in directory.iterdir() if directory.exists() else ():
         if path.name == "logs":
             if not keep_logs:
                 shutil.rmtree(path, ignore_errors=True)

@@ -38,6 +38,7 @@ RESPAWN_S = 0.2
 QUICK_S = 60.0
 QUICK_DEATHS_MAX = 10
 EXIT_USAGE = 2
+EXIT_STORE = 4
 
 
 class LocalWorld:
@@ -69,7 +70,7 @@ class LocalWorld:
         Raises:
             Interrupted: by SIGINT or SIGTERM.
             ConfigError: an agent was refused what it asked for.
-            StoreError: the store cannot be used.
+            StoreError: the store cannot be used, or could not any more.
             LaunchError: all agents are gone and none of them wrote an end.
         """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -137,6 +138,12 @@ class LocalWorld:
             return
         if status == EXIT_USAGE:
             raise ConfigError(f"the agent of {host} could not start; its message is above")
+        if status == EXIT_STORE:
+            # A new agent might begin anew in another store, with all that is in memory gone.
+            raise StoreError(
+                f"store {self._options.store} did not answer, or is lost, so the agent of {host} "
+                "has ended; its message is above"
+            )
         how = f"signal {-status}" if status < 0 else f"status {status}"
         now_s = time.monotonic()
         deaths = [at_s for at_s in self._deaths[host] if now_s - at_s < QUICK_S] + [now_s]

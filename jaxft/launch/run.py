@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from jaxft import config, faults
-from jaxft.errors import ConfigError, JaxftError, JobInUse
+from jaxft.errors import ConfigError, JaxftError, JobInUse, StoreError
 from jaxft.group.records import JobEnd
 from jaxft.launch.agent import Agent, Interrupted
 from jaxft.launch.console import Console
@@ -24,6 +24,7 @@ EXIT_SCRIPT = 1
 EXIT_USAGE = 2
 EXIT_WORLD = 3
 EXIT_SIGNAL = 128
+EXIT_STORE = 4
 
 
 def run_agent(options: RunOptions) -> int:
@@ -111,7 +112,10 @@ def _ended(run: Callable[[], JobEnd], options: RunOptions) -> int:
 
 
 def main() -> int:
-    """`python -m jaxft.launch.run OPTIONS`: an agent that `LocalWorld` starts; it tells the end."""
+    """`python -m jaxft.launch.run OPTIONS`: an agent that `LocalWorld` starts.
+
+    It says itself why it has failed, but for the store, which fails all of them: EXIT_STORE.
+    """
     options = msgspec.json.decode(sys.argv[1], type=RunOptions)
     console = Console(options.host, quiet=options.quiet)
     try:
@@ -121,6 +125,9 @@ def main() -> int:
     except (ConfigError, JobInUse) as error:
         fail(f"{options.host}: {error}")
         return EXIT_USAGE
+    except StoreError as error:
+        console.say(str(error))
+        return EXIT_STORE
     except JaxftError as error:
         fail(f"{options.host}: {error}")
         return EXIT_WORLD

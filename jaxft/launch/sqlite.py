@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from jaxft.errors import StoreError
+from jaxft.errors import StoreError, StoreLost
 from jaxft.launch.store import Entry, LeaseObserver, Pulse
 
 BUSY_S = 0.5
@@ -278,9 +278,9 @@ class SqliteStore:
         except OSError:
             found = None
         if found is None or (found.st_dev, found.st_ino) != self._file_id:
-            raise StoreError(
+            raise StoreLost(
                 f"store {self.path} was deleted or replaced while in use, so agents may see "
-                "different stores: restart the agents"
+                "different stores: run the job again"
             )
 
     def _snapshot(self) -> tuple[dict[str, Entry], dict[str, Pulse], int]:
@@ -415,10 +415,9 @@ def _mapped_errors(path: Path) -> Iterator[None]:
                 "a stopped process that has it open"
             ) from error
         if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-            raise StoreError(
+            raise StoreLost(
                 f"store {path} is damaged or not a SQLite database ({error}): stop the agents and "
-                "delete it with its -wal and -shm files, or name another path; no snapshot is "
-                "lost by that"
+                "delete it with its -wal and -shm files, or name another path"
             ) from error
         raise StoreError(f"store {path}: {error}") from error
 

@@ -32,9 +32,9 @@ def _plan(**given: Any) -> DemoOptions:
 
 def test_by_default_a_rank_and_then_a_host_just_before_a_snapshot_is_due() -> None:
     rank, host = _parse()
-    assert (rank.kind, rank.at_step, rank.hosts) == ("rank", 10, ("host1",))
-    assert (host.kind, host.at_step, host.hosts) == ("host", 20, ("host2",))
-    assert [failure.at_step % 5 for failure in _parse(every=5)] == [0, 0]
+    assert (rank.kind, rank.at_step, rank.hosts) == ("rank", 9, ("host1",))
+    assert (host.kind, host.at_step, host.hosts) == ("host", 19, ("host2",))
+    assert [failure.at_step % 5 for failure in _parse(every=5)] == [4, 4]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_storage_is_used_only_where_a_failure_needs_it_or_it_is_wanted() -> None
     assert _plan(fallback=True).fallback
     beyond = _plan(fail=["hosts:2@15"])
     assert beyond.fallback
-    assert beyond.pause_step == 2
+    assert beyond.pause_step == 1
     assert _plan(fallback=True).pause_step is None
     assert not _plan(fail=["hosts:2@15"], code="2+2").fallback
 
