@@ -4,7 +4,6 @@
     ├── ConfigError              an option or a combination of options that cannot work
     ├── LaunchError              the world could not be formed, or could not go on
     │   ├── StoreError           the store is unreachable, locked or unusable
-    │   │   └── StoreLost        the store was deleted or damaged, and does not come back
     │   ├── JobInUse             another agent or process already runs this job on this host
     │   └── ScriptError          the training script ended with an error that a restart cannot mend
     ├── MemoryLimitError         the slots do not fit into the memory there is
@@ -46,10 +45,6 @@ class LaunchError(JaxftError):
 
 class StoreError(LaunchError):
     """The store is unreachable, locked or unusable."""
-
-
-class StoreLost(StoreError):
-    """The store was deleted or damaged, and does not come back."""
 
 
 class JobInUse(LaunchError):

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count(1)
+_EVERY_RANK = (
+    "every rank has to make its Snapshotter and to call restore: see what the others print"
+)
 
 
 class Restored(msgspec.Struct, frozen=True, kw_only=True):
@@ -248,7 +251,7 @@ def _next_plan(client: SmpClient, after: int, timeout_s: float) -> p.PlanTold:
     try:
         return client.wait(newer, timeout_s, "the decision which snapshot to restore")
     except JaxftError as error:
-        raise RestoreTimeout(str(error)) from error
+        raise RestoreTimeout(f"{error}; {_EVERY_RANK}") from error
 
 
 def _settled(client: SmpClient, attempt: int, timeout_s: float) -> bool:
@@ -263,7 +266,7 @@ def _settled(client: SmpClient, attempt: int, timeout_s: float) -> bool:
     try:
         return client.wait(known, timeout_s, "the word that every rank has restored")
     except JaxftError as error:
-        raise RestoreTimeout(str(error)) from error
+        raise RestoreTimeout(f"{error}; {_EVERY_RANK}") from error
 
 
 def _follow(

@@ -257,7 +257,7 @@ class Snapshotter:
             self.client.wait(
                 lambda: self.client.outcomes.get(last),
                 self.save_wait_s,
-                f"the outcome of snapshot {last}",
+                f"the outcome of snapshot {last} (every rank has to call save with the same steps)",
             )
         except JaxftError as error:
             self._fail(receipt, error)

@@ -4,7 +4,8 @@ Nothing here knows where the bytes come from: `match` finds out what belongs whe
 which bytes this process has to have, and `assemble` asks a reader for them.
 
 The rules:
-- Leaves are found by path. Shape, dtype and kind must be the target's; nothing is cast or padded.
+- Leaves are found by path. Shape, dtype and kind must be the target's; nothing is cast or padded. A
+  Python number in the target takes the scalar array that was saved in its place.
 - The target's mesh may be any: what a device needs is looked up by index, not by rank or device.
 - A restored array shares no memory with what the reader returned: bytes are copied into fresh
   buffers, which JAX may then take over without a copy.
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxft.device.boxes import Box, count, from_index, intersect, sides, whole, within
@@ -158,9 +160,24 @@ def pair(
     _check_paths([path for path, _ in with_path], numbers, strict)
     pairs = []
     for path, value in with_path:
-        _check_leaf(leaves[numbers[path]], describe(path, value))
-        pairs.append((numbers[path], value))
+        wanted = _as_after_a_step(value, leaves[numbers[path]])
+        _check_leaf(leaves[numbers[path]], describe(path, wanted))
+        pairs.append((numbers[path], wanted))
     return pairs, treedef
+
+
+def _as_after_a_step(like: Any, found: Leaf) -> Any:
+    """A Python number in the target stands for the scalar array that a jitted step made of it, as
+    with Linen's `TrainState.create`, whose `step` is the int 0: what was saved comes back."""
+    kinds = {bool: np.bool_, int: np.integer, float: np.floating}
+    kind = kinds.get(type(like))
+    if kind is None or found.kind != "array" or found.shape != ():
+        return like
+    if not jnp.issubdtype(element(found), kind):
+        return like
+    return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
+        (), element(found), weak_type=found.weak_type
+    )
 
 
 def _check_paths(wanted: Sequence[Path], numbers: dict[Path, int], strict: bool) -> None:

@@ -121,7 +121,7 @@ class SmpClient:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise PeerUnreachable(
-                        f"host {self.welcome.host}: {what} did not come within {timeout_s:g} s"
+                        f"host {self.welcome.host}: {what} did not come within {timeout_s:.3g} s"
                     )
                 self._changed.wait(min(left_s, 1.0))
 

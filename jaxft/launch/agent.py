@@ -19,7 +19,7 @@ import time
 from types import FrameType
 
 from jaxft import config, faults
-from jaxft.errors import StoreError, StoreLost
+from jaxft.errors import StoreError
 from jaxft.group import membership as m
 from jaxft.group.messages import PersistOrder
 from jaxft.group.records import (
@@ -305,19 +305,18 @@ class Agent:
         for a store that may come back, for as long as it would for other hosts.
 
         Raises:
-            StoreError: it did not come back, or cannot.
+            StoreError: it did not come back.
         """
         if self._registration is None or self._watcher is None:
             return
         silent_s, error = self._registration.silent_s(), self._watcher.error
         if error is not None and not self._ranks.running:
-            wait_s = self.options.store_grace_s + self.options.form_timeout_s
-            if silent_s > (self.options.lease_s if isinstance(error, StoreLost) else wait_s):
+            if silent_s > self.options.store_grace_s + self.options.form_timeout_s:
                 raise error
         if silent_s > self.options.store_grace_s and self._ranks.running:
             self._console.say(
-                f"the store has not answered for {silent_s:.0f} s: the ranks are killed "
-                f"({error})"
+                f"the store has not answered for {silent_s:.0f} s: the ranks are killed ({error}); "
+                f"it is waited for, {self.options.form_timeout_s:g} s at most"
             )
             self._ranks.kill()
         elif error is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -18,6 +20,7 @@ from jaxft.launch.options import KILL_S, RunOptions
 from jaxft.status.events import EventLog
 
 PERSIST = "JAXFT_PERSIST"
+FULL_BYTES = 4096
 HELPER = ("-m", "jaxft.persist")
 
 
@@ -88,7 +91,7 @@ class Ranks:
                 continue
             assert child.log is not None
             self._exits[rank] = Exit(
-                rank=rank, code=code, lived_s=child.lived_s, tail=last_lines(child.log)
+                rank=rank, code=code, lived_s=child.lived_s, tail=_last_words(child.log)
             )
             self._say_exit(rank, code)
         self.follow()
@@ -132,6 +135,15 @@ class Ranks:
             code=max(code, 0),
             signal=max(-code, 0),
         )
+
+
+def _last_words(log: Path) -> str:
+    """The end of a log, and why it may have ended too soon."""
+    words = last_lines(log)
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(log.parent).free < FULL_BYTES:
+            words += f"\n(the disk of {log.parent} is full: the last words may be missing)"
+    return words.lstrip("\n")
 
 
 def _fresh_log(log: Path) -> None:

@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import time
+from types import FrameType
 
 import msgspec
 
@@ -64,10 +65,12 @@ class Solo:
         self._helper: PersistHelper | None = None
         self._order: PersistOrder | None = None
         self._finished = False
+        self._told_to_end = False
         self._left_s = time.monotonic()
 
     def run(self) -> None:
-        """Serves scripts until one has finished or none has come for `orphan_s`."""
+        """Serves scripts until one has finished, none has come for `orphan_s`, or on SIGTERM."""
+        signal.signal(signal.SIGTERM, self._on_signal)
         self._smp.begin()
         try:
             while not self._over():
@@ -79,9 +82,13 @@ class Solo:
         finally:
             self._shut_down()
 
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._told_to_end = True
+
     def _over(self) -> bool:
         alone_s = time.monotonic() - self._left_s
-        return self._finished or (self._script is None and alone_s > self.options.orphan_s)
+        ended = self._finished or self._told_to_end
+        return ended or (self._script is None and alone_s > self.options.orphan_s)
 
     def _wait(self) -> None:
         poller = select.poll()

@@ -29,7 +29,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from jaxft.errors import StoreError, StoreLost
+from jaxft.errors import StoreError
 from jaxft.launch.store import Entry, LeaseObserver, Pulse
 
 BUSY_S = 0.5
@@ -278,7 +278,7 @@ class SqliteStore:
         except OSError:
             found = None
         if found is None or (found.st_dev, found.st_ino) != self._file_id:
-            raise StoreLost(
+            raise StoreError(
                 f"store {self.path} was deleted or replaced while in use, so agents may see "
                 "different stores: run the job again"
             )
@@ -415,7 +415,7 @@ def _mapped_errors(path: Path) -> Iterator[None]:
                 "a stopped process that has it open"
             ) from error
         if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
-            raise StoreLost(
+            raise StoreError(
                 f"store {path} is damaged or not a SQLite database ({error}): stop the agents and "
                 "delete it with its -wal and -shm files, or name another path"
             ) from error

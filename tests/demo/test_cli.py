@@ -18,6 +18,8 @@ from jaxft.__main__ import app
         (["--fail", "disk"], "hosts:2@20"),
         (["--fail", "rank@40"], "after step 1 to 29"),
         (["--fail", "none", "--fail", "rank"], "give it alone"),
+        (["--json", "/no/such/x.json"], "its directory has to be there"),
+        (["--keep", "/proc/no"], "--keep /proc/no: it cannot be used"),
     ],
 )
 def test_what_cannot_work_is_refused_with_a_reason(arguments: list[str], message: str) -> None:

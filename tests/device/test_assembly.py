@@ -191,3 +191,15 @@ def test_needs_are_whole_chunks_of_what_is_needed_only() -> None:
     assert offset % CHUNK == 0
     assert nbytes <= CHUNK
     assert (offset + nbytes) % CHUNK == 0 or offset + nbytes == lengths[host]
+
+
+def test_a_number_in_the_target_takes_the_array_that_a_step_made_of_it():
+    saved = {"step": jnp.int32(3), "scale": jnp.float32(0.5), "x": jnp.arange(4.0)}
+    restored = take(saved).restore({"step": 0, "scale": 1.0, "x": jnp.zeros(4)})
+    assert restored["step"] == 3
+    assert restored["step"].dtype == jnp.int32
+    assert restored["scale"] == 0.5
+    with pytest.raises(TreeMismatch, match="step"):
+        take(saved).restore({"step": 0.0, "scale": 1.0, "x": jnp.zeros(4)})
+    with pytest.raises(TreeMismatch, match="x"):
+        take(saved).restore({"step": 0, "scale": 1.0, "x": 0.0})

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxft import launch
 from jaxft.errors import StoreError
 from jaxft.launch.stores import open_store
 
@@ -33,10 +32,8 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def die_with_parent() -> None:
-    """So that a test run that is killed leaves no etcd (prctl(2), PR_SET_PDEATHSIG = 1)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+# Dies with the test run, so that one that is killed leaves no etcd.
+DIES_WITH_US = (sys.executable, "-I", "-S", str(Path(launch.__file__).with_name("rank_exec.py")))
 
 
 def start_etcd(program: str, directory: Path) -> tuple[subprocess.Popen[bytes], str]:
@@ -52,11 +49,10 @@ def start_etcd(program: str, directory: Path) -> tuple[subprocess.Popen[bytes], 
     )
     with open(f"{directory}.log", "wb") as log:
         process = subprocess.Popen(
-            [program, *arguments.split()],
+            [*DIES_WITH_US, str(os.getpid()), program, *arguments.split()],
             env=environment,
             stdout=log,
             stderr=log,
-            preexec_fn=die_with_parent,
         )
     return process, client.replace("http", "etcd")
 

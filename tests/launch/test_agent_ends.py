@@ -86,6 +86,9 @@ BAD = {
     (): "there is no command to run",
     ("--job", "a/b"): 'job "a/b" must be',
     ("--lease-s", "0"): "--lease-s 0: expected more than 0",
+    ("--lease-s", "nan"): "--lease-s nan: expected more than 0",
+    ("--settle-s", "inf"): "--settle-s inf: expected 0 or more",
+    ("--local-hosts", "65"): "--local-hosts 65: expected 1 to 64",
 }
 
 

@@ -115,3 +115,20 @@ def test_a_script_names_its_job(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/a/other/train llama.py"])
     assert one.startswith("train-llama-")
     assert default_job() != one
+
+
+def test_a_keeper_that_cannot_start_says_why(environ: dict[str, str]) -> None:
+    status, output = run({**environ, "JAXFT_MEMORY_MAX_MIB": "much"}, "none")
+    assert status == 1
+    assert "LaunchError: job j: the keeper of its snapshots ended at once: " in output
+    assert "JAXFT_MEMORY_MAX_MIB=much: expected a number of MiB" in output
+    until_gone(environ)
+
+
+def test_a_keeper_that_is_told_to_end_takes_all_away(environ: dict[str, str]) -> None:
+    assert run(environ, "kill@2")[0] == -signal.SIGKILL
+    (keeper,) = Path(environ["JAXFT_RUN_DIR"]).glob("j/*/lock")
+    os.kill(int(keeper.read_text()), signal.SIGTERM)
+    until_gone(environ)
+    left = [path for path in Path(environ["JAXFT_RUN_DIR"]).rglob("*") if path.is_file()]
+    assert {path.parent.name for path in left} == {"logs"}

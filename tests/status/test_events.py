@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import pytest
+
+from jaxft.errors import ConfigError
 from jaxft.status.events import EventLog, EventReader
 
 
@@ -39,3 +43,18 @@ def test_without_a_directory_nothing_is_written(tmp_path: Path) -> None:
     log.emit("lost")
     log.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_costs_events_and_nothing_else(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, host="host0", role="rank")
+    assert log._fd is not None
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, log._fd)
+    os.close(full)
+    log.emit("lost")
+    log.close()
+
+
+def test_a_directory_that_cannot_be_made_is_named() -> None:
+    with pytest.raises(ConfigError, match="JAXFT_EVENTS=/proc/no cannot be used"):
+        EventLog(Path("/proc/no"), host="host0", role="rank")
