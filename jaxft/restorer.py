@@ -286,7 +286,7 @@ def _follow(
             client, plan.chosen, told.own, attempt=plan.attempt, timeout_s=timeout_s
         )
         manifests = reader.manifests
-        state = reader.assemble(match(like, Table.of(manifests.values()), strict=strict))
+        state = reader.assemble(match(like, Table.of(manifests.values(), rank), strict=strict))
         extras = _extras(manifests)
     elif plan.storage is not None:
         if fallback is None:

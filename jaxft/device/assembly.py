@@ -44,12 +44,13 @@ NAMED_MAX = 5
 
 @dataclass(frozen=True)
 class Stored:
-    """A box of a leaf that a host has: `nbytes` at `offset` of its segment."""
+    """A box of a leaf that `rank` saved on a host: `nbytes` at `offset` of its segment."""
 
     host: int
     offset: int
     nbytes: int
     box: Box
+    rank: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +68,9 @@ class Table:
     part_ends: dict[int, tuple[tuple[int, int], ...]]
 
     @classmethod
-    def of(cls, manifests: Iterable[Manifest]) -> Table:
-        """Reads the manifests of all hosts of one snapshot."""
+    def of(cls, manifests: Iterable[Manifest], rank: int = 0) -> Table:
+        """Reads the manifests of all hosts of one snapshot, as `rank` restores it: of what every
+        process had to itself its own, or the first one's where there was no such rank."""
         ordered = sorted(manifests, key=lambda manifest: manifest.host)
         leaves = tuple(leaf for leaf in ordered[0].leaves if leaf.kind != "empty")
         stored: list[list[Stored]] = [[] for _ in leaves]
@@ -77,10 +79,12 @@ class Table:
                 for piece in part.ranges:
                     place = part.base + piece.offset
                     box = (piece.start, piece.stop)
-                    stored[piece.leaf].append(Stored(manifest.host, place, piece.nbytes, box))
+                    stored[piece.leaf].append(
+                        Stored(manifest.host, place, piece.nbytes, box, part.rank)
+                    )
         return cls(
             leaves=leaves,
-            stored=tuple(map(tuple, stored)),
+            stored=tuple(_one_of_each(pieces, rank) for pieces in stored),
             part_ends={
                 manifest.host: tuple(
                     (part.base, part.base + part.length) for part in manifest.parts
@@ -88,6 +92,15 @@ class Table:
                 for manifest in ordered
             },
         )
+
+
+def _one_of_each(pieces: Sequence[Stored], rank: int) -> tuple[Stored, ...]:
+    """One piece for each box, that of `rank` where it has one."""
+    kept: dict[Box, Stored] = {}
+    for piece in pieces:
+        if piece.box not in kept or piece.rank == rank:
+            kept[piece.box] = piece
+    return tuple(kept.values())
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ The rules:
   cut into R ranges of whole rows along its first dimension, one a device, so that state which is
   replicated over hosts costs each of them 1/R of it.
 - A shard of at most SMALL_BYTES has one owner; owners take turns.
-- A leaf that lives on one process's own devices only (a step counter made by `jnp.zeros`, a NumPy
-  array) is its own copy of what every process has: one process saves it; they take turns.
+- A leaf that lives on one process's own devices only (a step counter made by `jnp.zeros`, a key of
+  its own, a NumPy array) is that process's: each saves its own, and gets its own back.
 - The plan is a pure function of shapes, dtypes, shardings and the processes. Every process computes
   it for the whole world, and its digest is equal on all of them, or their trees differ.
 - `jax.ShapeDtypeStruct`s give the same plan as the arrays they stand for.
@@ -153,7 +153,7 @@ class _Planner:
         self.cuts: list[_Cut] = []
         self._processes = processes
         self._placements: dict[tuple[Any, ...], tuple[int, list[_Shard]]] = {}
-        self._turns = {"process": 0, "small": 0, "rows": 0}
+        self._turns = {"small": 0, "rows": 0}
         self._hash = xxhash.xxh3_128(msgspec.msgpack.encode(processes.count))
 
     def digest(self) -> str:
@@ -166,12 +166,10 @@ class _Planner:
         sharding = None if leaf.kind == "numpy" else value.sharding
         if sharding is None or self._is_local(leaf, sharding):
             self._hash.update(b"local")
-            # Which devices of its own a process has it on is no business of the others: it must
-            # not change their turns.
-            turn, owner = divmod(self._turn("process"), self._processes.count)
-            if owner == self._processes.index:
-                shards = _shards(sharding, leaf, self._processes.of)
-                self._cut(number, shards, _are_small(shards, leaf), turn)
+            # Nothing says that what a process has to itself is the same on the others: each saves
+            # its own, and on which of its devices that is must not change the others' turns.
+            shards = _shards(sharding, leaf, self._processes.of)
+            self._cut(number, shards, _are_small(shards, leaf), number)
         else:
             shards = self._global_shards(sharding, leaf)
             small = _are_small(shards, leaf)

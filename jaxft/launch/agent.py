@@ -310,9 +310,9 @@ class Agent:
         if self._registration is None or self._watcher is None:
             return
         silent_s, error = self._registration.silent_s(), self._watcher.error
-        if error is not None and not self._ranks.running:
-            if silent_s > self.options.store_grace_s + self.options.form_timeout_s:
-                raise error
+        wait_s = self.options.store_grace_s + self.options.form_timeout_s
+        if error is not None and not self._ranks.running and silent_s > wait_s:
+            raise error
         if silent_s > self.options.store_grace_s and self._ranks.running:
             self._console.say(
                 f"the store has not answered for {silent_s:.0f} s: the ranks are killed ({error}); "

@@ -12,11 +12,12 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxft.device.assembly import Table, match, needs
+from jaxft.device.assembly import Table, assemble, match, needs
 from jaxft.device.mesh import make_mesh
+from jaxft.device.shards import make_plan
 from jaxft.errors import RestoreError, TreeMismatch
 from jaxft.group.manifest import CHUNK
-from tests.device.snapshots import assert_same, raw, take
+from tests.device.snapshots import as_seen_by, assert_same, processes, raw, take, take_one
 
 
 def state_on(mesh: Mesh) -> dict[str, Any]:
@@ -203,3 +204,18 @@ def test_a_number_in_the_target_takes_the_array_that_a_step_made_of_it():
         take(saved).restore({"step": 0.0, "scale": 1.0, "x": jnp.zeros(4)})
     with pytest.raises(TreeMismatch, match="x"):
         take(saved).restore({"step": 0, "scale": 1.0, "x": 0.0})
+
+
+def test_what_each_process_has_to_itself_comes_back_to_it():
+    snapshots = []
+    for index in range(4):
+        tree = as_seen_by({"mine": jnp.full(5, float(index)), "host": np.full(3, index)}, index, 4)
+        plan = make_plan(tree, processes(index, 4))
+        snapshots.append(take_one(index, plan, tree, "view"))
+    manifests = [manifest for manifest, _ in snapshots]
+    like = {"mine": jnp.zeros(5), "host": np.zeros(3, int)}
+    for rank, theirs in ((0, 0), (2, 2), (7, 0)):
+        targets = match(like, Table.of(manifests, rank))
+        back = assemble(targets, lambda host, at, size: snapshots[host][1][at : at + size])
+        assert back["mine"].tolist() == [float(theirs)] * 5
+        assert back["host"].tolist() == [theirs] * 3
