@@ -45,7 +45,7 @@ from jaxft.host.client import SmpClient, greeting
 from jaxft.receipt import Receipt
 from jaxft.restorer import Restored, restore
 from jaxft.schedule import Schedule
-from jaxft.startup import leaves_by, newest_generation, rank_options, take_seat
+from jaxft.startup import leaves_by, rank_options, take_seat
 from jaxft.status.events import EventLog
 
 _log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Snapshotter:
         self.fallback = fallback
         self._fresh = fresh
         options = rank_options(every, fallback)
-        self._seat = take_seat(job, newest_generation(options))
+        self._seat = take_seat(job, options.newest_generation)
         self.env = self._seat.env
         hello = greeting(
             "rank",

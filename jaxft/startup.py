@@ -143,12 +143,6 @@ def _check_world(rank: int, ranks: int) -> None:
     )
 
 
-def newest_generation(options: RankOptions) -> int:
-    """The newest generation that storage knows of."""
-    known = (entry.id.generation for entry in options.storage or () if entry.id is not None)
-    return max(known, default=0)
-
-
 def rank_options(every: int | str, fallback: OrbaxFallback | None) -> RankOptions:
     """What this rank asks of its world.
 

@@ -217,6 +217,12 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
     persist_keep: int = 2
     storage: tuple[StorageEntry, ...] | None = None
 
+    @property
+    def newest_generation(self) -> int:
+        """The newest generation that storage knows of, 0 if it knows none."""
+        known = (entry.id.generation for entry in self.storage or () if entry.id is not None)
+        return max(known, default=0)
+
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """One host's part of snapshot `seq`: how far it is.

@@ -13,8 +13,6 @@ asks nobody: the hosts send their status all the time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
 from jaxft.group import events as e
@@ -178,7 +176,7 @@ class Root:
         first = self.statuses.get(self.generation.hosts[0].host)
         if waiting or first is None or first.options is None:
             return []
-        floor = _newest_generation(first.options.storage or ())
+        floor = first.options.newest_generation
         if floor >= self.generation.number:
             return self._refuse_number(floor)
         if self._complete_s is None:
@@ -460,10 +458,6 @@ class Root:
         kind = "persisted" if result == "written" else "persist_failed"
         detail: dict[str, str | int | float] = {"step": order.step, "result": result}
         return [e.Announce(kind, detail), *self._direct(now_s, persist=ended)]
-
-
-def _newest_generation(storage: Sequence[StorageEntry]) -> int:
-    return max((entry.id.generation for entry in storage if entry.id is not None), default=0)
 
 
 def _order_of(ledger: Ledger) -> PersistOrder | None:

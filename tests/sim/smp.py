@@ -263,6 +263,7 @@ class Work:
             self.step()
 
     def step(self) -> None:
+        """What this kind of job does next; every kind has its own."""
         raise NotImplementedError
 
     def end(self, event: e.Event) -> None:
