@@ -6,12 +6,19 @@ from typing import Annotated
 
 import typer
 
+from jaxft import __version__
 from jaxft.errors import ConfigError, JaxftError
 from jaxft.launch.hostdir import local_store
 from jaxft.launch.options import LOCAL_HOSTS_MAX, RunOptions, own_host_name, parse_hosts
 from jaxft.launch.run import EXIT_USAGE, EXIT_WORLD, check_command, fail
 from jaxft.launch.run import run_agent as agent
 from jaxft.launch.run import run_local as local
+
+# The panels of `jaxft run --help`.
+_WORLD = "World"
+_WAITING = "Waiting, in seconds"
+_ANEW = "Going on, and starting anew"
+_OUTPUT = "Output"
 
 app = typer.Typer(
     name="jaxft",
@@ -22,8 +29,19 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"jaxft {__version__}")
+        raise typer.Exit()
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show it, and end."),
+    ] = False,
+) -> None:
     """Keeps JAX training alive: in-memory snapshots, erasure coded across hosts."""
 
 
@@ -34,58 +52,119 @@ def run(
     ] = None,
     job: Annotated[str, typer.Option(help="Name of the job; snapshots go by it.")] = "job",
     hosts: Annotated[
-        str, typer.Option(help="MIN:MAX, or N: how many hosts the world may have.")
+        str,
+        typer.Option(
+            rich_help_panel=_WORLD, help="MIN:MAX, or N: how many hosts the world may have."
+        ),
     ] = "",
     local_hosts: Annotated[
-        int, typer.Option(help="Run this many hosts on this machine, named host0, host1, ...")
+        int,
+        typer.Option(
+            rich_help_panel=_WORLD,
+            help="Run this many hosts on this machine, named host0, host1, ...",
+        ),
     ] = 0,
-    host: Annotated[str, typer.Option(help="Name of this host (default: the machine's).")] = "",
+    host: Annotated[
+        str,
+        typer.Option(rich_help_panel=_WORLD, help="Name of this host (default: the machine's)."),
+    ] = "",
     store: Annotated[
-        str, typer.Option(help="sqlite:///FILE (one machine) or etcd://HOST:PORT (many).")
+        str,
+        typer.Option(
+            rich_help_panel=_WORLD, help="sqlite:///FILE (one machine) or etcd://HOST:PORT (many)."
+        ),
     ] = "",
     code: Annotated[
-        str, typer.Option(help="K+M: any M hosts of K+M may be lost (default: 3+1).")
+        str,
+        typer.Option(
+            rich_help_panel=_WORLD, help="K+M: any M hosts of K+M may be lost (default: 3+1)."
+        ),
     ] = "",
     domain: Annotated[
-        str, typer.Option(help="What this host would fail together with: rack, slice, power.")
+        str,
+        typer.Option(
+            rich_help_panel=_WORLD,
+            help="What this host would fail together with: rack, slice, power.",
+        ),
     ] = "",
-    ranks_per_host: Annotated[int, typer.Option(help="Processes on each host.")] = 1,
-    lease_s: Annotated[float, typer.Option(help="A host silent for so long is lost.")] = 5.0,
+    ranks_per_host: Annotated[
+        int, typer.Option(rich_help_panel=_WORLD, help="Processes on each host.")
+    ] = 1,
+    lease_s: Annotated[
+        float, typer.Option(rich_help_panel=_WAITING, help="A host silent for so long is lost.")
+    ] = 5.0,
     settle_s: Annotated[
-        float, typer.Option(help="With MIN hosts there: how long to wait for more.")
+        float,
+        typer.Option(
+            rich_help_panel=_WAITING, help="With MIN hosts there: how long to wait for more."
+        ),
     ] = 3.0,
     rejoin_s: Annotated[
-        float, typer.Option(help="How long to wait for hosts with a newer snapshot.")
+        float,
+        typer.Option(
+            rich_help_panel=_WAITING, help="How long to wait for hosts with a newer snapshot."
+        ),
     ] = 5.0,
     form_timeout_s: Annotated[
-        float, typer.Option(help="How long to wait for MIN hosts before the job fails.")
+        float,
+        typer.Option(
+            rich_help_panel=_WAITING, help="How long to wait for MIN hosts before the job fails."
+        ),
     ] = 300.0,
     agent_grace_s: Annotated[
-        float, typer.Option(help="How long to wait for the agent of a host whose memory answers.")
+        float,
+        typer.Option(
+            rich_help_panel=_WAITING,
+            help="How long to wait for the agent of a host whose memory answers.",
+        ),
     ] = 10.0,
     store_grace_s: Annotated[
-        float, typer.Option(help="How long to train on without the store.")
+        float,
+        typer.Option(rich_help_panel=_WAITING, help="How long to train on without the store."),
     ] = 60.0,
     silence_s: Annotated[
-        float, typer.Option(help="How long a snapshot process may be silent while recovering.")
+        float,
+        typer.Option(
+            rich_help_panel=_WAITING,
+            help="How long a snapshot process may be silent while recovering.",
+        ),
     ] = 5.0,
     exit_grace_s: Annotated[
-        float, typer.Option(help="How long after the first rank the last one may end.")
+        float,
+        typer.Option(
+            rich_help_panel=_WAITING, help="How long after the first rank the last one may end."
+        ),
     ] = 30.0,
     term_grace_s: Annotated[
-        float, typer.Option(help="How long ranks may take to end on SIGTERM or SIGINT.")
+        float,
+        typer.Option(
+            rich_help_panel=_WAITING, help="How long ranks may take to end on SIGTERM or SIGINT."
+        ),
     ] = 5.0,
     restarts_max: Annotated[
-        int, typer.Option(help="Failures in a row without a newer snapshot that end the job.")
+        int,
+        typer.Option(
+            rich_help_panel=_ANEW,
+            help="Failures in a row without a newer snapshot that end the job.",
+        ),
     ] = 3,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Ignore earlier snapshots.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", rich_help_panel=_ANEW, help="Ignore earlier snapshots.")
+    ] = False,
     respawn: Annotated[
-        bool, typer.Option(help="With --local-hosts: start killed agents again.")
+        bool,
+        typer.Option(rich_help_panel=_ANEW, help="With --local-hosts: start killed agents again."),
     ] = True,
     log_dir: Annotated[
-        str, typer.Option(help="Keep logs here (default: only after a failure).")
+        str,
+        typer.Option(
+            rich_help_panel=_OUTPUT, help="Keep logs here (default: only after a failure)."
+        ),
     ] = "",
-    quiet: Annotated[bool, typer.Option("--quiet", help="Do not show the ranks' output.")] = False,
+    quiet: Annotated[
+        bool,
+        typer.Option("--quiet", rich_help_panel=_OUTPUT, help="Do not show the ranks' output."),
+    ] = False,
 ) -> None:
     """Runs a training command on this host (or on several simulated ones), and keeps it alive.
 

@@ -87,13 +87,15 @@ class LocalWorld:
                 if self._over_s is not None and time.monotonic() - self._over_s > END_S:
                     names = ", ".join(self._agents)
                     self._console.say(f"the job is over; the agents of {names} are killed")
+                    kill_all(self._agents.values(), KILL_S)
                     break
                 self._look()
                 time.sleep(POLL_S)
             return self._result()
         finally:
             with contextlib.suppress(LaunchError):
-                kill_all(self._agents.values(), KILL_S)
+                # An agent ends its SMP itself, also where nobody else could find it any more.
+                end_all(self._agents.values(), signal.SIGTERM, END_S / 2, KILL_S)
             for host in self._hosts:
                 self._clear_host(host)
             self._events.close()

@@ -222,7 +222,7 @@ class RunView:
 
     def _hosts(self) -> RenderableType:
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        for column in ("host", "state", "rank", "step", "protected", "storage"):
+        for column in ("host", "state", "pid", "step", "protected", "storage"):
             table.add_column(column, justify="left" if column in ("host", "state") else "right")
         for name, host in sorted(self.hosts.items(), key=lambda item: (len(item[0]), item[0])):
             table.add_row(
