@@ -1,7 +1,8 @@
 """Restoring: from the plan that the root made to arrays on the mesh of now.
 
     the plan is told -> manifests -> what this process needs of which segment
-        -> own slot (mapped, checked here) and peers (fetched and checked by the SMP)
+        -> own slot (mapped; checked here, piece by piece before it is used) and peers (fetched and
+           checked by the SMP)
         -> arrays -> verified -> everybody has verified -> the caller gets the tree
 
 No rank returns before all have verified. Damage that one finds goes to the root, which plans again
@@ -10,15 +11,17 @@ for all.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from jaxft.device.assembly import Table, Targets, assemble, match, needs
+from jaxft.device.assembly import Table, Targets, match, needs, reads
+from jaxft.device.placing import assemble
 from jaxft.errors import (
     ChunkDamaged,
     JaxftError,
@@ -30,8 +33,9 @@ from jaxft.extras import decode_extras
 from jaxft.group.manifest import Manifest, SnapshotId
 from jaxft.group.messages import Damage, Plan
 from jaxft.host import protocol as p
+from jaxft.host.checked import BadChunks, CheckedSegment
 from jaxft.host.client import SmpClient
-from jaxft.host.layout import GroupLayout, SegmentCheck, decode_manifest
+from jaxft.host.layout import GroupLayout, decode_manifest
 from jaxft.host.memory import Bytes
 
 if TYPE_CHECKING:
@@ -134,39 +138,48 @@ class SnapshotReader:
         """The tree, from bytes that were all checked."""
         pieces = needs(targets)
         views: dict[int, list[tuple[int, Bytes]]] = {}
-        if self.own is not None and self.own[1] in pieces:
-            slot, place = self.own
-            views[place] = self._own_views(slot, place, pieces.pop(place))
         number = next(_numbers)
-        views.update(self._fetch(number, pieces))
-        try:
-            return assemble(targets, lambda *what: _find(views, *what))
-        finally:
-            views.clear()
-            self.client.say(p.Release(number=number))
+        with self._own_segment(targets) as own:
 
-    def _own_views(
-        self, slot: int, place: int, pieces: Sequence[tuple[int, int]]
-    ) -> list[tuple[int, Bytes]]:
-        """Pieces of this host's own segment, mapped and checked."""
+            def read(host: int, offset: int, nbytes: int) -> Bytes:
+                if own is not None and host == own.host:
+                    return own.read(offset, nbytes)
+                return _find(views, host, offset, nbytes)
+
+            try:
+                if own is not None:
+                    pieces.pop(own.host, None)
+                views.update(self._fetch(number, pieces))
+                return assemble(targets, read)
+            except BadChunks as error:
+                raise self._damaged(error) from error
+            finally:
+                views.clear()
+                self.client.say(p.Release(number=number))
+
+    @contextlib.contextmanager
+    def _own_segment(self, targets: Targets) -> Iterator[CheckedSegment | None]:
+        """This host's own segment, mapped, which is being checked in the order it is used in."""
+        if self.own is None or self.own[1] not in self.manifests:
+            yield None
+            return
+        slot, place = self.own
         manifest = self.manifests[place]
+        wanted = ((at, nbytes) for host, at, nbytes in reads(targets) if host == place)
         arena = self.client.slot(slot, manifest.length)
-        check = SegmentCheck(manifest)
-        views, bad = [], []
-        for start, nbytes in pieces:
-            view = arena.view(start, nbytes)
-            bad += list(check.bad_chunks(start, view))
-            views.append((start, view))
-        if bad:
-            world = manifest.world
-            layout = GroupLayout(world.group_of(place), self.manifests)
-            damaged = {layout.damage_at(place, at) for at in bad}
-            raise _Damaged(
-                sorted(damaged),
-                f"snapshot {self.id}: {len(bad)} chunks of {world.hosts[place]}'s own memory do "
-                "not have their checksums; they count as lost",
-            )
-        return views
+        with CheckedSegment(arena, manifest, wanted, timeout_s=self.timeout_s) as own:
+            yield own
+
+    def _damaged(self, error: BadChunks) -> _Damaged:
+        """What was found damaged, as the root is to know it."""
+        world = self.manifests[error.host].world
+        layout = GroupLayout(world.group_of(error.host), self.manifests)
+        damaged = {layout.damage_at(error.host, at) for at in error.offsets}
+        return _Damaged(
+            sorted(damaged),
+            f"snapshot {self.id}: {len(error.offsets)} chunks of {world.hosts[error.host]}'s own "
+            "memory do not have their checksums; they count as lost",
+        )
 
     def _fetch(
         self, number: int, pieces: dict[int, list[tuple[int, int]]]
@@ -331,5 +344,5 @@ def _refuse_to_start_over(plan: Plan) -> None:
         raise NothingRecoverable(
             f"snapshot {plan.newest_known} was committed and cannot be given back: {reasons}. "
             "Bring back the lost hosts, or give an OrbaxFallback with a checkpoint, or start anew "
-            "with fresh=True"
+            "with `jaxft run --fresh` or Snapshotter(fresh=True)"
         )

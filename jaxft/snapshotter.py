@@ -6,6 +6,7 @@
 
 Every rank decides by what all ranks know at that call: the steps of the snapshots before, and the
 intervals that came with their outcomes. So all ranks begin the same snapshots, and nobody is asked.
+While snapshots are held (a host's SMP cannot hear the root's) no call waits and none is begun.
 """
 
 from __future__ import annotations
@@ -23,11 +24,19 @@ import msgspec
 
 from jaxft import config
 from jaxft.device.shards import Plan, PlanCache
-from jaxft.device.transfer import StagedLeaves, Staging, check_staging, stage
+from jaxft.device.transfer import (
+    StagedLeaves,
+    Staging,
+    check_staging,
+    gatherer_for,
+    stage,
+    wait_computed,
+)
 from jaxft.errors import (
     ConfigError,
     JaxftError,
     MemoryLimitError,
+    PeerUnreachable,
     SnapshotAborted,
     SnapshotError,
     SnapshotLost,
@@ -38,13 +47,14 @@ from jaxft.extras import encode_extras
 from jaxft.fallback import OrbaxFallback
 from jaxft.faults import arm, reach
 from jaxft.group.manifest import Part, SnapshotId
-from jaxft.group.messages import Outcome
+from jaxft.group.messages import Measured, Outcome, Turn
 from jaxft.group.world import Code
 from jaxft.host import protocol as p
 from jaxft.host.client import SmpClient, greeting
+from jaxft.overhead import Auto, Meter
 from jaxft.receipt import Receipt
 from jaxft.restorer import Restored, restore
-from jaxft.schedule import Schedule
+from jaxft.schedule import AwaitTurn, Begin, Missed, Schedule, Skip
 from jaxft.startup import leaves_by, rank_options, take_seat
 from jaxft.status.events import EventLog
 
@@ -61,6 +71,8 @@ class _Job(NamedTuple):
     extras: bytes
     receipt: Receipt
     step_s: float
+    call: int
+    measured: Measured
 
 
 class Snapshotter:
@@ -68,7 +80,7 @@ class Snapshotter:
 
     Args:
         every: how often a call of `save` takes a snapshot: a number of steps (int), or a time
-            ("10s", "2min"), which the root turns into steps.
+            ("10s", "2min"), which the root turns into steps, or a budget (`Auto`).
         staging: how the bytes are kept until they are copied: "view" (the default on CPU),
             "pinned_host" (the default elsewhere) or "device". With "view", `save` waits for a step
             that still computes the state: JAX gives no hold on a buffer before.
@@ -78,7 +90,8 @@ class Snapshotter:
             if None). Such a script is alone; its memory outlives its crashes in a process that is
             started beside it.
         timeout_s: for everything that other processes have to do before `restore` can return.
-        save_wait_s: how long a due `save` waits for the outcome of the snapshot before.
+        save_wait_s: how long a due `save` waits for the outcome of the snapshot before. It does not
+            wait at all while snapshots are held.
 
     Its methods are for one thread. Callbacks on a receipt's futures run in a thread of the
     snapshotter, and must not wait for anything of it.
@@ -91,7 +104,7 @@ class Snapshotter:
     def __init__(
         self,
         *,
-        every: int | str = 10,
+        every: int | str | Auto = 10,
         staging: Staging | None = None,
         fallback: OrbaxFallback | None = None,
         fresh: bool = False,
@@ -122,12 +135,15 @@ class Snapshotter:
             raise
         self._events = EventLog(config.events_dir(), host=self.env.host, role="rank")
         self._plans = PlanCache()
-        self._lock = threading.Lock()  # guards the next three, which both threads change
+        self._gatherer = gatherer_for(self.staging)
+        self._lock = threading.Lock()  # guards the next five, which both threads change
+        self._schedule = Schedule()
+        self._meter = Meter() if isinstance(every, Auto) else None
         self._receipts: dict[int, Receipt] = {}
         self._latest_step: int | None = None
         self._last_failure: JaxftError | None = None
-        self._schedule = Schedule()
         self._begun = False
+        self._held = ""
         self._closed = False
         self._jobs: queue.Queue[_Job | None] = queue.Queue()
         self._worker = threading.Thread(target=self._work, daemon=True, name="jaxft-stage")
@@ -223,7 +239,8 @@ class Snapshotter:
         Returns:
             A Receipt. A call that is not due is `skipped`, on every rank alike. What goes wrong
             with a snapshot never raises here: its receipt says so, and so does the next call's
-            `last_failure`.
+            `last_failure`. While snapshots are held, because a host's SMP does not hear the root's,
+            a due call begins none and does not wait, and its futures raise SnapshotAborted.
 
         Raises:
             ConfigError: a step that is no integer, an extra or a leaf that cannot be kept.
@@ -237,43 +254,120 @@ class Snapshotter:
             self._begin(state)
         self._schedule.called(step, time.monotonic())
         receipt = Receipt(step, self.code, last_failure=self._last_failure)
-        assert self.client.settled is not None, "it is waited for before the first save"
-        first_interval = self.client.settled.interval
-        due_step = self._schedule.due_step(first_interval, self.client.outcomes)
-        if due_step is not None and step < due_step:
-            self._events.emit("save_skipped", step=step, due_step=due_step)
-            receipt.skip(f"the next snapshot is due at step {due_step}")
-        elif self._wait_for_the_last(receipt):
-            self._begin_snapshot(receipt, state, encoded)
+        with self._lock:
+            self._schedule.enter()
+        self._meter_called(step, state)
+        plan = None
+        if self._schedule.is_due(step):  # a tree that cannot be saved is refused before it begins
+            plan = self._plans.get(state)
+        decision = self._decide(receipt)
+        if isinstance(decision, Skip):
+            self._events.emit("save_skipped", step=step, due_step=decision.due_step)
+            receipt.skip(f"the next snapshot is due at step {decision.due_step}")
+        elif isinstance(decision, Begin):
+            plan = plan or self._plans.get(state)
+            self._begin_snapshot(receipt, decision.seq, plan, state, encoded)
+        if self._meter is not None:
+            with self._lock:
+                self._meter.left(time.monotonic(), skipped=isinstance(decision, Skip))
         return receipt
 
-    def _wait_for_the_last(self, receipt: Receipt) -> bool:
-        """Waits for the outcome of the snapshot before. If none comes, the receipt says so."""
-        last = self._schedule.seq - 1
-        if last < 0 or last in self.client.outcomes:
-            return True
-        began_s = time.monotonic()
-        try:
-            self.client.wait(
-                lambda: self.client.outcomes.get(last),
-                self.save_wait_s,
-                f"the outcome of snapshot {last} (every rank has to call save with the same steps)",
-            )
-        except JaxftError as error:
-            self._fail(receipt, error)
-            return False
-        finally:
-            receipt.wait_s = time.monotonic() - began_s
-        return True
+    def _meter_called(self, step: int, state: Any) -> None:
+        """A step that is measured ends when its state is there."""
+        if self._meter is None:
+            return
+        if self._meter.watching or self._schedule.is_due(step):
+            wait_computed(state)
+        with self._lock:
+            self._meter.called(step, time.monotonic())
 
-    def _begin_snapshot(self, receipt: Receipt, state: Any, extras: bytes) -> None:
+    def _decide(self, receipt: Receipt) -> Skip | Begin | None:
+        """What this call is. One that is due waits for the outcome of the snapshot before, unless
+        snapshots are held; None: it ends without, and its receipt says why."""
+        assert self.client.settled is not None, "it is waited for before the first save"
+        self._schedule.first_interval = self.client.settled.interval
+        began_s = time.monotonic()
+        while True:
+            with self._lock:
+                decision = self._schedule.decide(receipt.step, held=bool(self.client.held))
+            if isinstance(decision, Skip | Begin):
+                return decision
+            try:
+                if isinstance(decision, AwaitTurn):
+                    self._wait_for_turn(decision.number, began_s + self.save_wait_s)
+                else:
+                    self._wait_for(decision.seq, began_s + self.save_wait_s)
+            except JaxftError as error:
+                self._let_pass(receipt, error)
+                return None
+            finally:
+                receipt.wait_s = time.monotonic() - began_s
+
+    def _wait_for_turn(self, number: int, deadline_s: float) -> None:
+        """Waits until it is known which call snapshot out of turn `number` is to be. If that does
+        not come, this call goes on without.
+
+        Raises:
+            JaxftError: the connection is lost.
+        """
+
+        def known_or_held() -> bool | None:
+            return self._schedule.knows_turn(number) or bool(self.client.held) or None
+
+        what = f"the word which call of save is snapshot out of turn {number}"
+        try:
+            self.client.wait(known_or_held, max(0.0, deadline_s - time.monotonic()), what)
+        except PeerUnreachable as error:
+            if self.client.failure is not None:
+                raise
+            _log.warning("%s", error)
+        with self._lock:
+            if not self._schedule.knows_turn(number):
+                self._schedule.break_promise()
+
+    def _wait_for(self, seq: int, deadline_s: float) -> None:
+        """Waits until this rank has learned the outcome of `seq`.
+
+        Raises:
+            SnapshotAborted: snapshots are held.
+            JaxftError: none came by then, or the connection is lost.
+        """
+
+        def known_or_held() -> bool | None:
+            return seq in self._schedule.outcomes or bool(self.client.held) or None
+
+        what = f"the outcome of snapshot {seq} (every rank has to call save with the same steps)"
+        self.client.wait(known_or_held, max(0.0, deadline_s - time.monotonic()), what)
+        if self.client.held:
+            raise SnapshotAborted(f"no snapshot is begun for now: {self.client.held}")
+
+    def _let_pass(self, receipt: Receipt, error: JaxftError) -> None:
+        """A due call ends without a snapshot; training goes on."""
+        # What holds snapshots was said when it began; not again with every call.
+        self._fail(receipt, error, loud=not isinstance(error, SnapshotAborted))
+        with self._lock:
+            missed = self._schedule.let_pass(receipt.step)
+            if self._meter is not None:
+                self._meter.spoil()
+        self._say_missed(missed, str(error))
+
+    def _say_missed(self, missed: Missed | None, reason: str) -> None:
+        if missed is not None:
+            told = p.Missed(seq=missed.seq, step=missed.step, reason=reason, call=missed.call)
+            self.client.say(told, open_as="missed")
+
+    def _begin_snapshot(
+        self, receipt: Receipt, seq: int, plan: Plan, state: Any, extras: bytes
+    ) -> None:
         """Holds the state's bytes, and leaves the rest to the background thread."""
-        plan = self._plans.get(state)
         step = receipt.step
-        seq = self._schedule.begin(step)
         receipt.id = SnapshotId(self.env.generation, seq, self.env.nonce)
+        measured = Measured()
         with self._lock:
             self._receipts[seq] = receipt
+            if self._meter is not None:
+                self._meter.begins(seq)
+                measured = self._meter.measured()
         self._events.emit("saved", seq=seq, step=step, wait_s=receipt.wait_s)
         reach("save.begun", rank=self.env.rank, seq=seq, step=step)
         decided = self.client.outcomes.get(seq)
@@ -282,11 +376,12 @@ class Snapshotter:
             return
         staged: StagedLeaves | StagingError
         try:
-            staged = stage(plan, state, self.staging)
+            staged = stage(plan, state, self.staging, self._gatherer)
         except StagingError as error:
             self._fail(receipt, error)
             staged = error
-        self._jobs.put(_Job(seq, step, plan, staged, extras, receipt, self._schedule.step_s))
+        step_s, call = self._schedule.step_s, self._schedule.calls
+        self._jobs.put(_Job(seq, step, plan, staged, extras, receipt, step_s, call, measured))
 
     # -------------------------------------------------------------------- the background thread
 
@@ -299,7 +394,9 @@ class Snapshotter:
             except Exception as error:  # noqa: BLE001 - its receipt says it, and training goes on
                 _log.exception("snapshot %d of step %d", job.seq, job.step)
                 self._say_failed(job, StagingError(f"it could not be copied: {error!r}"))
+            plan = job.plan
             del job  # the last reference to the state's bytes
+            self._gatherer.prepare(plan, may_go_on=self._jobs.empty)
 
     def _put_into_slot(self, job: _Job) -> None:
         """Copies the part into the granted slot and tells the SMP."""
@@ -309,13 +406,17 @@ class Snapshotter:
         self._want_slot(job)
 
         def answered() -> bool | None:
-            return job.seq in client.granted or job.seq in client.outcomes or None
+            known = job.seq in client.granted or job.seq in client.outcomes
+            return known or bool(client.held) or None
 
         client.wait(answered, self.timeout_s, f"a slot for snapshot {job.seq}")
         if job.seq in client.outcomes:  # aborted meanwhile
             return
+        if job.seq not in client.granted:  # the bytes are not kept for as long as that lasts
+            raise SnapshotAborted(f"it had no slot yet: {client.held}")
         granted = client.granted[job.seq]
         arena = client.slot(granted.slot, granted.base + job.plan.length)
+        arena.map_pages(granted.base, job.plan.length)
         view = arena.view(granted.base, job.plan.length)
         reach("stage.granted", rank=self.env.rank, seq=job.seq, step=job.step)
         checksums = job.staged.copy_into(view, on_progress=lambda done: self._copied(job, done))
@@ -340,6 +441,8 @@ class Snapshotter:
             plan=job.plan.digest,
             nbytes=job.plan.length,
             step_s=job.step_s,
+            call=job.call,
+            measured=job.measured,
         )
         self.client.say(want, open_as="slot")
 
@@ -354,12 +457,13 @@ class Snapshotter:
         reason = f"rank {self.env.rank}, step {job.step}: {error}"
         self.client.say(p.StagingFailed(seq=job.seq, reason=reason), open_as="failed")
 
-    def _fail(self, receipt: Receipt, error: JaxftError) -> None:
+    def _fail(self, receipt: Receipt, error: JaxftError, *, loud: bool = True) -> None:
         """Ends a receipt with an error that names host and step; the first one is the cause."""
         kind = type(error) if isinstance(error, SnapshotError) else SnapshotLost
         failure = kind(f"host {self.env.host}, step {receipt.step}: {error}")
         if not receipt.protected.done():
-            _log.error("%s", failure)
+            if loud:
+                _log.error("%s", failure)
             with self._lock:
                 self._last_failure = failure
         receipt.fail(failure)
@@ -375,9 +479,53 @@ class Snapshotter:
                 if receipt is not None:
                     receipt.stage()
             case p.OutcomeTold():
+                self._learn(message.outcome)
                 self._decided(message.outcome)
+            case p.HeldTold():
+                self._held_told(message.reason)
+            case p.TurnTold():
+                self._turn_told(message.turn)
             case p.PersistTold():
                 self._persist_told(message)
+
+    def _learn(self, outcome: Outcome) -> None:
+        """What the schedule makes of an outcome; calls of `save` that wait for it go on."""
+        with self._lock:
+            unbegun = outcome.seq >= self._schedule.seq and not outcome.ok
+            missed = self._schedule.learn(outcome)
+            if self._meter is not None:
+                self._meter.decided(outcome.seq, time.monotonic(), ok=outcome.ok)
+            if unbegun:
+                self._last_failure = SnapshotAborted(
+                    f"host {self.env.host}, step {outcome.step}: snapshot {outcome.seq} was "
+                    f"aborted before it began here: {outcome.reason}"
+                )
+                _log.error("%s", self._last_failure)
+        self.client.notify()
+        # It was due at a call that is over: other ranks may have begun it there.
+        self._say_missed(missed, f"the outcome of snapshot {outcome.seq} was not known here yet")
+
+    def _turn_told(self, turn: Turn) -> None:
+        """The root asks for the last call of `save`, or names the one that is to be a snapshot."""
+        with self._lock:
+            answer, missed = self._schedule.hear(turn)
+        self.client.notify()
+        if answer is not None:
+            told = p.LastCall(number=answer.number, call=answer.call)
+            self.client.say(told, open_as="turn")
+        self._say_missed(missed, f"its call {turn.call} of save was to be a snapshot out of turn")
+
+    def _held_told(self, reason: str) -> None:
+        """Said once when it begins and once when it is over, not with every call of `save`."""
+        if reason and not self._held:
+            _log.warning(
+                "host %s: no snapshot can be protected for now, training goes on: %s",
+                self.env.host,
+                reason,
+            )
+        elif self._held and not reason:
+            _log.warning("host %s: snapshots go on", self.env.host)
+        self._held = reason
 
     def _decided(self, outcome: Outcome) -> None:
         """Ends the snapshot's receipt; one that goes to storage stays open for that."""

@@ -16,9 +16,9 @@ import pytest
 import jaxft
 from jaxft.errors import SnapshotSkipped
 from jaxft.group.manifest import SnapshotId
-from jaxft.group.messages import Outcome
+from jaxft.group.messages import Measured
 from jaxft.receipt import Receipt
-from jaxft.schedule import Schedule, parse_interval
+from jaxft.schedule import parse_interval
 from tests.multiprocess.jax_world import WAIT_S
 from tests.multiprocess.lone import Lone
 
@@ -90,39 +90,42 @@ def test_a_time_is_turned_into_steps_by_the_root(lone: Lone) -> None:
     assert begun == [1, 2, 7, 12, 17, 22, 27, 32, 37]
 
 
+def test_a_budget_is_turned_into_steps_by_the_root(lone: Lone) -> None:
+    """50 s are half of twenty steps of 5 s."""
+    with lone.open(every=jaxft.Auto(overhead=0.5)) as snapshotter:
+        assert snapshotter._meter is not None
+        told = Measured(cost_s=50.0, protect_s=1.0, step_s=5.0)
+        snapshotter._meter.measured = lambda: told  # type: ignore[method-assign]
+        begun = [step for step in range(1, 53) if snapshotter.save(step, STATE).id is not None]
+    # The interval to the first snapshot is decided before anybody has said what one costs.
+    assert begun == [1, 11, 31, 51]
+
+
+def test_what_a_rank_measures_is_of_its_own_steps(
+    lone: Lone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first two snapshots do not count, and what the third one cost is known with the fourth.
+    The state is waited for in the due call, while the snapshot is on its way, and some more."""
+    waits: list[Any] = []
+    monkeypatch.setattr(jaxft.snapshotter, "wait_computed", waits.append)
+    with lone.open(every=jaxft.Auto(overhead=0.01)) as snapshotter:
+        assert snapshotter._meter is not None
+        for step in range(1, 32):
+            assert snapshotter._meter.measured() == Measured()
+            receipt = snapshotter.save(step, {"step": step})
+            if receipt.id is not None:
+                receipt.protected.result(WAIT_S)
+        found = snapshotter._meter.measured()
+    assert min(found.cost_s, found.step_s, found.protect_s) > 0
+    waited = [wait["step"] for wait in waits]
+    assert waited == [*range(1, 6), *range(11, 16), *range(21, 26), 31]
+
+
 def _save_at(snapshotter: jaxft.Snapshotter, step: int, now_s: float) -> Receipt:
     called = snapshotter._schedule.called
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshotter._schedule, "called", lambda step, _: called(step, now_s))
         return snapshotter.save(step, STATE)
-
-
-def test_the_schedule_goes_by_what_the_root_called_a_snapshot() -> None:
-    """A rank that began snapshot 1 at another step than the others is due with them again."""
-
-    def outcome(seq: int, step: int, interval: int) -> Outcome:
-        return Outcome(seq=seq, step=step, ok=True, interval=interval)
-
-    schedule = Schedule()
-    assert schedule.due_step(4, {}) is None
-    assert schedule.begin(10) == 0
-    assert schedule.due_step(4, {}) == 14
-    outcomes = {0: outcome(0, 10, 6)}
-    assert schedule.begin(15) == 1
-    assert schedule.due_step(4, outcomes) == 21
-    outcomes[1] = outcome(1, 14, 2)
-    assert schedule.due_step(4, outcomes) == 20
-
-
-def test_the_time_of_a_step_is_a_running_mean() -> None:
-    schedule = Schedule()
-    schedule.called(0, 100.0)
-    assert schedule.step_s == 0.0
-    schedule.called(10, 105.0)
-    assert schedule.step_s == 0.5
-    schedule.called(10, 106.0)
-    schedule.called(11, 107.0)
-    assert schedule.step_s == pytest.approx(0.6)
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,18 @@ Rules
 - Committed needs staged and parity from every host, and one step and one plan digest among them.
 - One failure, or two hosts that disagree, aborts it. So does a host whose SMP is silent while the
   others have begun: nobody else's deadline decides.
+- An aborted snapshot counts as taken at the last of the steps that were reported for it: no rank
+  that had begun it is past the next one, which is due an interval later.
 - Nothing is decided on snapshot k before every host knows the outcome of k - 1: a host learns of
   outcomes one at a time.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from jaxft.group.messages import RankOptions, Report
+from jaxft.group.messages import Report
 
 
 class Decision(NamedTuple):
@@ -41,27 +42,28 @@ def decide(
     }
     if not begun:
         return Decision(None, f"snapshot {seq} has not begun")
+    last = max(report.step for report in begun.values())
     for host, report in begun.items():
         if report.failure:
-            return Decision(False, f"host {host}: {report.failure}", report.step)
+            return Decision(False, f"host {host}: {report.failure}", last)
     (first, one), *others = begun.items()
     for host, report in others:
         if report.step != one.step:
             return Decision(
                 False,
                 f"ranks disagree: {first} saved step {one.step}, {host} saved step {report.step}",
-                one.step,
+                last,
             )
         if report.plan != one.plan:
             return Decision(
                 False,
                 f"ranks disagree: the tree or its shardings on {host} are not those on {first}",
-                one.step,
+                last,
             )
     for host, silence_s in silent.items():
         if host in reports:
             return Decision(
-                False, f"host {host}: its SMP has not answered for {silence_s:.1f} s", one.step
+                False, f"host {host}: its SMP has not answered for {silence_s:.1f} s", last
             )
     missing = [host for host in reports if host not in begun or not begun[host].staged]
     if missing:
@@ -70,15 +72,3 @@ def decide(
     if uncoded:
         return Decision(None, f"parity is not done yet on {', '.join(uncoded)}", one.step)
     return Decision(True, "staged and coded everywhere", one.step)
-
-
-def interval_steps(options: RankOptions | None, reports: Mapping[str, Report | None]) -> int:
-    """How many steps lie between two snapshots, from what the ranks want and how fast they are."""
-    if options is None:
-        return 1
-    if options.every_s > 0:
-        times = sorted(report.step_s for report in reports.values() if report and report.step_s > 0)
-        if not times:
-            return 1
-        return max(1, math.ceil(options.every_s / times[len(times) // 2]))
-    return max(1, options.every_steps)

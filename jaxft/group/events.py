@@ -17,12 +17,14 @@ from jaxft.group.messages import (
     Damage,
     Directive,
     Ledger,
+    Measured,
     Outcome,
     PersistOrder,
     PersistState,
     Plan,
     RankOptions,
     Slot,
+    Turn,
 )
 from jaxft.group.world import Generation
 
@@ -97,6 +99,8 @@ class SlotWanted(_Value, frozen=True):
     plan: str
     nbytes: int
     step_s: float = 0.0
+    call: int = 0
+    measured: Measured = Measured()
 
 
 class PartStaged(_Value, frozen=True):
@@ -111,6 +115,32 @@ class StagingFailed(_Value, frozen=True):
     rank: int
     seq: int
     reason: str
+
+
+class SnapshotMissed(_Value, frozen=True):
+    """A rank has let the call of `save` pass at which snapshot `seq` was due; it was at `step` when
+    it found out."""
+
+    rank: int
+    seq: int
+    step: int
+    reason: str
+    call: int = 0
+
+
+class TurnWanted(_Value, frozen=True):
+    """The agent: a snapshot is wanted though none is due."""
+
+    reason: str
+
+
+class TurnAnswered(_Value, frozen=True):
+    """A rank's last call of `save` was number `call`; it does not end the next one before it knows
+    what becomes of turn `number`."""
+
+    rank: int
+    number: int
+    call: int
 
 
 class GrantFailed(_Value, frozen=True):
@@ -262,6 +292,18 @@ class TellOutcome(_Value, frozen=True):
     outcome: Outcome
 
 
+class TellHeld(_Value, frozen=True):
+    """To this host's ranks: no snapshot can be decided for now, and why; "": they can again."""
+
+    reason: str
+
+
+class TellTurn(_Value, frozen=True):
+    """To this host's ranks and the agent."""
+
+    turn: Turn
+
+
 class TellPersist(_Value, frozen=True):
     """To the agent, this host's helper and its ranks."""
 
@@ -300,6 +342,9 @@ Event = (
     | SlotWanted
     | PartStaged
     | StagingFailed
+    | SnapshotMissed
+    | TurnWanted
+    | TurnAnswered
     | GrantFailed
     | SegmentSealed
     | CodingDone
@@ -323,6 +368,8 @@ Effect = (
     | TellSettled
     | TellStaged
     | TellOutcome
+    | TellHeld
+    | TellTurn
     | TellPersist
     | Decide
     | DeclareFault

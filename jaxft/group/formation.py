@@ -4,8 +4,9 @@ Rules
 - Hosts with memory come first, then those of the last generation, then by name.
 - Everybody keeps the place of the last generation, and so their ranks keep their numbers; newcomers
   take the places of the lost.
-- A host with memory that is left out lends it: a spare, and one whose agent is dead but whose SMP
-  may still answer.
+- A host with memory that is left out lends it: a spare, and one whose agent is dead, or cut off
+  from the store, but whose SMP may still answer.
+- The world is told which snapshot the store knows of: one that all memory has lost is missed then.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from jaxft.group.placement import form_groups
-from jaxft.group.records import HostRecord, View
+from jaxft.group.records import HostRecord, Progress, View
 from jaxft.group.world import Code, Generation, Member
 
 
@@ -45,6 +46,8 @@ def next_generation(
     names = {record.host for record in hosts}
     spares = [record for host, record in sorted(ready.items()) if host not in names]
     lenders = [record.member() for record in spares if has_memory(view, record)]
+    fresh = _fresh(view, hosts)
+    protected = Progress() if fresh else view.newest_progress
     return Generation(
         job=job,
         number=view.next_number,
@@ -54,7 +57,9 @@ def next_generation(
         code=code,
         coordinator=hosts[0].coordinator,
         holders=tuple(msgspec.structs.replace(one, ranks=0) for one in (*lenders, *silent)),
-        fresh=_fresh(view, hosts),
+        fresh=fresh,
+        expected=protected.snapshot,
+        expected_step=protected.step,
         reason=reason,
     )
 

@@ -18,7 +18,7 @@ class HostCore:
     def __init__(self, host: str, address: str, ledger: Ledger, timing: Timing) -> None:
         self.host = host
         self.address = address
-        self.keeper = Keeper(host, ledger)
+        self.keeper = Keeper(host, ledger, silence_s=timing.silence_s)
         self.root: Root | None = None
         self.timing = timing
 

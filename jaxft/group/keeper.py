@@ -9,6 +9,7 @@ Rules
 - Entering a generation: grants stop, coding stops, old ranks are seen dead; only then does the
   host say what it holds.
 - Before its first grant a host has the generation's lineage record in its ledger.
+- A host that has not heard the root for a while holds its own snapshots: its ranks do not wait.
 - Everything here can be made again from the ledger, the ranks, the group and the root: an SMP that
   is killed and started on its memory goes on where it was.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 import msgspec
 
 from jaxft.group import events as e
+from jaxft.group.interval import dearest
 from jaxft.group.manifest import CHUNK, Manifest, Part, SnapshotId, align
 from jaxft.group.messages import (
     Damage,
@@ -33,6 +35,9 @@ from jaxft.group.messages import (
     Report,
     Slot,
     Status,
+    Turn,
+    TurnAnswer,
+    TurnWish,
 )
 from jaxft.group.world import Generation, World
 
@@ -41,10 +46,16 @@ RESEND_S = 0.25
 
 
 class Keeper:
-    """The state of one host. `handle` takes an event and returns what is to be done."""
+    """The state of one host. `handle` takes an event and returns what is to be done.
 
-    def __init__(self, host: str, ledger: Ledger) -> None:
+    Args:
+        silence_s: a root that has not been heard for so long is out of reach.
+    """
+
+    def __init__(self, host: str, ledger: Ledger, *, silence_s: float) -> None:
         self.host = host
+        self.silence_s = silence_s
+        self._awake_s = float("-inf")
         self.ledger = ledger
         self.generation: Generation | None = None
         self.frozen = False
@@ -62,6 +73,11 @@ class Keeper:
         self._persist: PersistState | None = None
         self._coding: SnapshotId | None = None
         self._code_plan_attempt = 0
+        self._root_heard_s: float | None = None
+        self._held = ""
+        self._told_person = False
+        self._wish: TurnWish | None = None
+        self._last_calls: dict[int, int] = {}
         self._sent_status: Status | None = None
         self._sent_at_s = float("-inf")
         self._forget_snapshot()
@@ -78,6 +94,7 @@ class Keeper:
         self._acked: set[int] = set()
         self._notices_at_s = float("-inf")
         self._snapshot_failure = ""
+        self._missed_step = self._missed_call = 0
 
     # -------------------------------------------------------------------- what it knows
 
@@ -145,6 +162,8 @@ class Keeper:
             report=self._report(),
             persist=self._persist,
             persist_ended=order.number if order is not None and order.result else 0,
+            wish=self._wish,
+            answer=self._turn_answer(),
         )
 
     def _rank_numbers(self) -> list[int]:
@@ -161,24 +180,35 @@ class Keeper:
             return None
         ask = next(iter(self._asks.values()), None)
         staged = slot is not None and slot.readable
+        steps = [one.step for one in self._asks.values()] or [0 if slot is None else slot.step]
         return Report(
             seq=self.next_seq,
-            step=ask.step if ask is not None else (slot.step if slot is not None else 0),
+            step=max(*steps, self._missed_step),
             plan=ask.plan if ask is not None else (slot.plan if slot is not None else ""),
             staged=staged,
             coded=slot is not None and slot.state == "coded",
             failure=self._snapshot_failure,
             step_s=ask.step_s if ask is not None else 0.0,
+            measured=dearest(one.measured for one in self._asks.values()),
+            call=max([self._missed_call, *(one.call for one in self._asks.values())]),
         )
 
     # -------------------------------------------------------------------- what happens
 
     def handle(self, event: e.Event, now_s: float) -> list[e.Effect]:
         """Takes one event at monotonic time `now_s` and returns the effects, in order."""
+        self._wake(now_s)
         effects = self._react(event, now_s)
         effects += self._advance(now_s)
+        effects += self._mind_root(now_s)
         effects += self._say(now_s, isinstance(event, e.Ticked))
         return effects
+
+    def _wake(self, now_s: float) -> None:
+        """A host that was stopped itself for a while has not missed the root in that time."""
+        gap_s, self._awake_s = now_s - self._awake_s, now_s
+        if self._root_heard_s is not None and gap_s > self.silence_s / 2:
+            self._root_heard_s += gap_s
 
     def _react(self, event: e.Event, now_s: float) -> list[e.Effect]:
         match event:
@@ -190,7 +220,7 @@ class Keeper:
                 self._set_slot(number, Slot())
                 return [e.WriteLedger(self.ledger)]
             case e.Heard(sender, body):
-                return self._heard(sender, body)
+                return self._heard(sender, body, now_s)
             case e.RankJoined(rank, options):
                 return self._rank_joined(rank, options)
             case e.RankRestored(rank, attempt, how):
@@ -210,6 +240,17 @@ class Keeper:
             case e.StagingFailed(_, seq, reason):
                 if seq == self.next_seq:
                     self._snapshot_failure = self._snapshot_failure or reason
+            case e.TurnWanted(reason):
+                return self._turn_wanted(reason)
+            case e.TurnAnswered(rank, number, call):
+                if self.ledger.turn is not None and number == self.ledger.turn.number:
+                    self._last_calls[rank] = call
+            case e.SnapshotMissed(rank, seq, step, reason, call):
+                if seq == self.next_seq:
+                    missed = f"rank {rank} let step {step} pass: {reason}"
+                    self._snapshot_failure = self._snapshot_failure or missed
+                    self._missed_step = max(self._missed_step, step)
+                    self._missed_call = max(self._missed_call, call)
             case e.GrantFailed(identity, reason):
                 if identity == self.next_id:
                     self._snapshot_failure = self._snapshot_failure or reason
@@ -271,17 +312,19 @@ class Keeper:
             before=None,
             interval=1,
             persist=None,
+            turn=None,
         )
         return [e.WriteLedger(self.ledger)]
 
     # -------------------------------------------------------------------- messages
 
-    def _heard(self, sender: str, body: object) -> list[e.Effect]:
+    def _heard(self, sender: str, body: object, now_s: float) -> list[e.Effect]:
         if self.generation is None or not self.frozen:
             return []
         match body:
             case Directive():
                 if sender == self.generation.hosts[0].host:
+                    self._root_heard_s = now_s
                     return self._directed(body)
             case ManifestNotice(manifest=manifest, wanted=wanted):
                 return self._noticed(sender, manifest, wanted)
@@ -308,6 +351,8 @@ class Keeper:
             effects.append(e.TellSettled(directive))
         if directive.outcome is not None and directive.outcome.seq >= self.next_seq:
             effects += self.learn(directive.outcome)
+        if directive.turn is not None and directive.turn != self.ledger.turn:
+            effects += self._turn_told(directive.turn)
         if directive.persist is not None and directive.persist != self.ledger.persist:
             self.ledger = msgspec.structs.replace(self.ledger, persist=directive.persist)
             effects.append(e.WriteLedger(self.ledger))
@@ -403,6 +448,10 @@ class Keeper:
             effects += [e.TellOutcome(outcome) for outcome in known if outcome is not None]
             if self.ledger.persist is not None:
                 effects.append(e.TellPersist(self.ledger.persist))
+            # Whatever an SMP said that died meanwhile.
+            effects.append(e.TellHeld(self._held))
+            if self.ledger.turn is not None:
+                effects.append(e.TellTurn(self.ledger.turn))
         elif self.directive.plan is not None:
             effects.append(e.TellPlan(self.directive.plan))
         return effects
@@ -598,6 +647,65 @@ class Keeper:
                 Damage.unfinished(slot.host) for slot in self.ledger.slots if slot.id == identity
             }
         return []
+
+    # -------------------------------------------------------------------- out of turn
+
+    def _turn_wanted(self, reason: str) -> list[e.Effect]:
+        """A wish is told to the root until a turn has come of it; said again, it is the same."""
+        if not self.ledger.settled or not self.frozen or self.index is None:
+            return [e.TellTurn(Turn(number=0, result="no world of this host has settled"))]
+        last = self.ledger.turn
+        number = 1 if last is None else last.number + bool(last.result)
+        self._wish = TurnWish(number=number, reason=reason)
+        return []
+
+    def _turn_told(self, turn: Turn) -> list[e.Effect]:
+        """The root's word, into the ledger before anybody is told: a root that is started again has
+        to find in its ledger which call it has named."""
+        if self.ledger.turn is None or turn.number != self.ledger.turn.number:
+            self._last_calls = {}
+        if turn.result and self._wish is not None and self._wish.number <= turn.number:
+            self._wish = None
+        self.ledger = msgspec.structs.replace(self.ledger, turn=turn)
+        return [e.WriteLedger(self.ledger), e.TellTurn(turn)]
+
+    def _turn_answer(self) -> TurnAnswer | None:
+        """For all ranks of this host, once each of them has answered."""
+        turn, ranks = self.ledger.turn, self._rank_numbers()
+        if turn is None or turn.result or any(rank not in self._last_calls for rank in ranks):
+            return None
+        return TurnAnswer(number=turn.number, call=max(self._last_calls.values(), default=0))
+
+    # -------------------------------------------------------------------- held
+
+    def _mind_root(self, now_s: float) -> list[e.Effect]:
+        """Tells the ranks when snapshots are held and when no longer, and a person too: one of the
+        root's host, and one of a host that does not hear it."""
+        if self.generation is None or not self.frozen or self.index is None:
+            return []
+        if self._root_heard_s is None:
+            self._root_heard_s = now_s
+        out_of_reach = now_s - self._root_heard_s > self.silence_s
+        reason = self._out_of_reach() if out_of_reach else self.directive.held
+        if reason == self._held or not self.ledger.settled:
+            return []
+        effects: list[e.Effect] = [e.TellHeld(reason)]
+        if reason and not self._told_person and (out_of_reach or self.index == 0):
+            self._told_person = True
+            effects.append(e.Announce("held", {"host": self.host, "reason": reason}))
+        elif not reason and self._told_person:
+            self._told_person = False
+            effects.append(e.Announce("held_over", {"host": self.host}))
+        self._held = reason
+        return effects
+
+    def _out_of_reach(self) -> str:
+        assert self.generation is not None
+        root = self.generation.hosts[0].host
+        return (
+            f"the SMP of host {self.host} has not heard that of {root}, the root, for "
+            f"{self.silence_s:g} s: look whether that lives, and at the network between the two"
+        )
 
     # -------------------------------------------------------------------- telling the root
 

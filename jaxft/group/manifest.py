@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import msgspec
 
+from jaxft.group.identity import SnapshotId as SnapshotId
 from jaxft.group.world import World
 
 CHUNK = 256 * 1024
@@ -26,17 +27,6 @@ ALIGN = 64
 # ("a", name) attribute · ("f", index) flattened child
 PathKey = tuple[str, str | int]
 Path = tuple[PathKey, ...]
-
-
-class SnapshotId(msgspec.Struct, frozen=True, order=True):
-    """A snapshot's identity and order: (generation, seq). The step is a label, never an order."""
-
-    generation: int
-    seq: int
-    nonce: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.generation}.{self.seq}"
 
 
 class Leaf(msgspec.Struct, frozen=True, array_like=True):

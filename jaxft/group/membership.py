@@ -297,7 +297,7 @@ class Observer:
         gone_s = self._held_s("gone", frozenset(member.agent for member in gone))
         if any(member.host not in me.answers for member in gone):
             return Wait(f"asks the SMPs of {_names(m.host for m in gone)}", 1.0, gone)
-        if last is not None and not any(member.host in ready for member in last.hosts):
+        if last is not None and may_live_on(last, ready):
             if busy:
                 return self._too_few(f"{_names(busy)} does not kill its ranks", gone)
             if gone_s <= rules.cut_off_s:
@@ -407,6 +407,12 @@ def unacknowledged(view: View) -> frozenset[str]:
     )
 
 
+def may_live_on(last: Generation, ready: Mapping[str, HostRecord]) -> bool:
+    """Could the last world still train, without the store? Not once the ranks of one of its hosts
+    are seen dead."""
+    return not any(member.host in ready for member in last.hosts)
+
+
 def host_of(generation: Generation, rank: int) -> Member:
     """The host that this rank runs on."""
     return next(m for m in generation.hosts if rank in _ranks_of(generation, m))
@@ -440,6 +446,11 @@ def failures_in_vain(view: View, rules: Rules) -> list[Fault]:
     return found
 
 
+def _nothing_recoverable(fault: Fault) -> bool:
+    """Did the rank end by this error of `restore`?"""
+    return fault.kind == "rank_exited" and "NothingRecoverable" in fault.tail
+
+
 def backoff_s(view: View, rules: Rules) -> float:
     """How long to wait before the next try: nothing after the first failure, then 1 s, 2 s, ..."""
     count = len(failures_in_vain(view, rules))
@@ -458,7 +469,11 @@ def give_up(view: View, rules: Rules) -> JobEnd | None:
         and fault.generation not in view.progress
         for fault in vain[:2]
     ]
-    if early == [True, True]:
+    lost = [_nothing_recoverable(one) for one in vain[:2]] == [True, True]
+    if lost:
+        why = "what was protected is lost: twice in a row nothing could give it back "
+        why += "(NothingRecoverable)"
+    elif early == [True, True]:
         why = "twice in a row before anything was restored: the script fails whenever it is started"
     elif len(vain) >= rules.restarts_max:
         steps = [
@@ -470,7 +485,7 @@ def give_up(view: View, rules: Rules) -> JobEnd | None:
     else:
         return None
     return JobEnd(
-        kind="world" if fault.kind == "smp_report" else "script",
+        kind="world" if lost or fault.kind == "smp_report" else "script",
         reason=f"{fault.detail} (generation {fault.generation}); {why}",
         generation=fault.generation,
         host=fault.host,
@@ -506,7 +521,11 @@ def _form(
     oldest = generation.number - FAULTS_KEPT
     stale = [key for key in view.revisions if key.startswith(DONE)]
     stale += [f"{FAULT}{number}" for number in view.faults if number < oldest]
-    stale += [f"{PROGRESS}{number}" for number in view.progress if number < oldest]
+    stale += [
+        f"{PROGRESS}{number}"
+        for number in view.progress
+        if number < oldest and number != max(view.progress)
+    ]
     return Form(generation, expect, tuple(stale), generation.reason)
 
 

@@ -71,6 +71,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     `committed` is the newest committed snapshot after this decision (itself, if it was
     committed), the one whose slot nobody may touch. `interval` is the number of steps from
     snapshot seq + 1 to seq + 2. `persist`: this snapshot goes to storage, its slot is pinned.
+    `turn`: the number of the turn that it was taken for, 0 if for none.
     """
 
     seq: int
@@ -80,6 +81,35 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     committed: SnapshotId | None = None
     interval: int = 1
     persist: bool = False
+    turn: int = 0
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """The root's word on snapshot out of turn `number` (see `group.turn`). While `call` is 0 the
+    ranks are asked for the number of their last call of `save`; then `call` is the one at which all
+    take a snapshot. `result` is "" while it goes on, then "protected" or why it came to nothing;
+    `step` is then the snapshot's."""
+
+    number: int
+    reason: str = ""
+    call: int = 0
+    result: str = ""
+    step: int = 0
+
+
+class TurnWish(msgspec.Struct, frozen=True, kw_only=True):
+    """A host wishes a snapshot out of turn, by turn `number` or a later one."""
+
+    number: int
+    reason: str
+
+
+class TurnAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """No rank of this host is past call `call` of `save`, and none ends the next one before it
+    knows what becomes of turn `number`."""
+
+    number: int
+    call: int
 
 
 class PersistOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,10 +132,10 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     `boots` counts the starts of the SMP on this memory. `generation` is the newest generation
     entered and `nonce` its nonce; `outcome` is the newest outcome known of it and `before` the one
     before that (a rank that was not connected may need both), `interval` the interval from its
-    snapshot 0 to 1, `persist` the newest order known of it. `committed` is the newest snapshot this
-    host ever knew to be committed, `decided` the newest whose outcome it ever knew: those of that
-    generation that lie between the two were aborted. The last `lineage` record is of `generation`
-    once that generation has settled; it is written before the first grant.
+    snapshot 0 to 1, `persist` the newest order and `turn` the newest turn known of it. `committed`
+    is the newest snapshot this host ever knew to be committed, `decided` the newest whose outcome
+    it ever knew: those of that generation that lie between the two were aborted. The last record of
+    `lineage` is of `generation` once that has settled; it is written before the first grant.
     """
 
     arena: str
@@ -118,6 +148,7 @@ class Ledger(msgspec.Struct, frozen=True, kw_only=True):
     before: Outcome | None = None
     interval: int = 1
     persist: PersistOrder | None = None
+    turn: Turn | None = None
     committed: SnapshotId | None = None
     decided: SnapshotId | None = None
 
@@ -205,13 +236,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks of a host asked for; equal on every rank of the world.
 
-    `every_steps` or `every_s` is the wanted interval. `storage` lists what the Orbax directory
-    holds (None: no fallback configured), `persist_every` is in steps, `persist_keep` is how many
-    checkpoints stay.
+    `every_steps`, `every_s` or the budget `overhead` (a fraction) is the wanted interval.
+    `storage` lists what the Orbax directory holds (None: no fallback configured), `persist_every`
+    is in steps, `persist_keep` is how many checkpoints stay.
     """
 
     every_steps: int = 0
     every_s: float = 0.0
+    overhead: float = 0.0
     directory: str = ""
     persist_every: int = 0
     persist_keep: int = 2
@@ -224,11 +256,21 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
         return max(known, default=0)
 
 
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What snapshots cost somewhere, in seconds: `cost_s` of the training's time each, `protect_s`
+    from `save` to protected, `step_s` an undisturbed step (0: nothing has been measured)."""
+
+    cost_s: float = 0.0
+    protect_s: float = 0.0
+    step_s: float = 0.0
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """One host's part of snapshot `seq`: how far it is.
 
     `step` and `plan` are what its ranks said, `failure` is why it cannot be ("" if nothing is
-    wrong), `step_s` the time a step takes there.
+    wrong), `step_s` the time a step takes there, `measured` the dearest of its ranks, where the
+    interval is a budget, `call` the number of the call of `save` at which they began it.
     """
 
     seq: int
@@ -238,6 +280,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     coded: bool = False
     failure: str = ""
     step_s: float = 0.0
+    measured: Measured = Measured()
+    call: int = 0
 
 
 class PersistState(msgspec.Struct, frozen=True, kw_only=True):
@@ -274,6 +318,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     report: Report | None = None
     persist: PersistState | None = None
     persist_ended: int = 0
+    wish: TurnWish | None = None
+    answer: TurnAnswer | None = None
 
 
 class Directive(msgspec.Struct, frozen=True, kw_only=True, tag="directive"):
@@ -281,7 +327,8 @@ class Directive(msgspec.Struct, frozen=True, kw_only=True, tag="directive"):
 
     `interval` is the number of steps from snapshot 0 to 1. `settled`: every rank has restored and
     a finished coding is done; only now may a slot be granted. `base` is then the snapshot that the
-    generation goes on from.
+    generation goes on from. `held` says why no snapshot can be decided for now, "" while they can:
+    a host does not know the last outcome and is not heard.
     """
 
     version: int
@@ -291,6 +338,8 @@ class Directive(msgspec.Struct, frozen=True, kw_only=True, tag="directive"):
     interval: int = 1
     outcome: Outcome | None = None
     persist: PersistOrder | None = None
+    held: str = ""
+    turn: Turn | None = None
 
 
 class ManifestNotice(msgspec.Struct, frozen=True, kw_only=True, tag="manifest"):
@@ -306,8 +355,8 @@ class ManifestAck(msgspec.Struct, frozen=True, kw_only=True, tag="manifest_ack")
 
 
 class Invite(msgspec.Struct, frozen=True, kw_only=True, tag="invite"):
-    """From the root to a holder that has not answered: its agent may be dead, so that nobody else
-    tells it of this generation."""
+    """From the root to a holder that has not answered: its agent may be dead, or cut off from
+    the store, so that nobody else tells it of this generation."""
 
     generation: Generation
 

@@ -4,7 +4,8 @@ host/NAME          HostRecord, under a lease: it is there while the host's agent
 generation         the newest Generation; whoever replaces it says which one it replaces
 fault/NUMBER       Fault: generation NUMBER cannot go on. The first to write it is right, except
                    that the loss of a host replaces what was only its consequence
-progress/NUMBER    Progress: generation NUMBER has settled, and how far its snapshots are
+progress/NUMBER    Progress: generation NUMBER has settled, and how far its snapshots are. The
+                   newest one stays when older records go, also after a run that has failed
 done/NUMBER/NAME   the ranks of this host that ended with status 0 in generation NUMBER
 end                JobEnd: the job is over. Nothing but a new run of it replaces that
 number             the largest generation number of earlier runs
@@ -91,10 +92,12 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The generation has settled, going on from step `base`; `step` is of its newest committed
-    snapshot. -1: there is none."""
+    snapshot, or of the one it went on from while it has none, and `snapshot` is the identity of
+    that. -1 and None: there is none."""
 
     base: int = -1
     step: int = -1
+    snapshot: SnapshotId | None = None
 
 
 class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +141,12 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     def fault(self) -> Fault | None:
         """What ended the newest generation, if something did."""
         return None if self.generation is None else self.faults.get(self.generation.number)
+
+    @property
+    def newest_progress(self) -> Progress:
+        """That of the newest generation that has settled: all earlier snapshots led to what it went
+        on from, or were left by it; generations that never settled have changed nothing."""
+        return self.progress[max(self.progress)] if self.progress else Progress()
 
     @property
     def next_number(self) -> int:

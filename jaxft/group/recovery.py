@@ -17,6 +17,8 @@ Rules
   that carry no identity.
 - A fragment that failed its check is missing, and so is a share whose manifest did.
 - The reason for every snapshot that was not chosen is kept.
+- What any host, or the store, knows to be committed is missed when it cannot be had, unless it was
+  abandoned.
 """
 
 from __future__ import annotations
@@ -77,6 +79,8 @@ def choose(
     storage: Sequence[StorageEntry] = (),
     damages: Mapping[SnapshotId, frozenset[Damage]] | None = None,
     fresh: bool = False,
+    expected: SnapshotId | None = None,
+    expected_step: int = -1,
 ) -> Plan:
     """The plan for all ranks, with the reasons for what it passes over.
 
@@ -86,6 +90,7 @@ def choose(
         storage: checkpoints that the fallback's directory holds.
         damages: what earlier attempts found unusable.
         fresh: the job starts anew; nothing is a candidate.
+        expected, expected_step: the newest committed snapshot that the store knows of; its step.
     """
     if fresh:
         return Plan(attempt=attempt, reasons=("the job was started fresh",))
@@ -93,11 +98,12 @@ def choose(
         [record for holder in holders for record in holder.ledger.lineage]
         + [record for entry in storage for record in entry.lineage]
     )
-    known = _newest_known(holders, lineages)
+    known = _newest_known(holders, lineages, expected)
     reasons: list[str] = []
     stored = {entry.id: entry for entry in storage if entry.id is not None}
     found = {slot.id for holder in holders for slot in holder.ledger.slots if slot.id is not None}
-    for identity in sorted(found | stored.keys(), reverse=True):
+    missed = {known} if known is not None else set()
+    for identity in sorted(found | stored.keys() | missed, reverse=True):
         record = abandoned(identity, lineages)
         if record is not None:
             base = "nothing" if record.base is None else f"snapshot {record.base}"
@@ -119,7 +125,8 @@ def choose(
             return _from_memory(
                 identity, shares, world, damaged, holders, attempt, verdict, reasons, known
             )
-        reasons.append(f"snapshot {identity}: {verdict.reason}")
+        step = f" of step {expected_step}" if identity == expected and expected_step >= 0 else ""
+        reasons.append(f"snapshot {identity}{step}: {verdict.reason}")
         if identity in stored:
             return _from_storage(stored[identity], attempt, reasons, known)
     plain = [entry for entry in storage if entry.id is None]
@@ -128,9 +135,14 @@ def choose(
     return Plan(attempt=attempt, reasons=tuple(reasons), newest_known=known)
 
 
-def _newest_known(holders: Sequence[Holder], lineages: Sequence[Lineage]) -> SnapshotId | None:
-    known = [holder.ledger.committed for holder in holders if holder.ledger.committed is not None]
-    return max((one for one in known if abandoned(one, lineages) is None), default=None)
+def _newest_known(
+    holders: Sequence[Holder], lineages: Sequence[Lineage], expected: SnapshotId | None
+) -> SnapshotId | None:
+    known = [expected, *(holder.ledger.committed for holder in holders)]
+    return max(
+        (one for one in known if one is not None and abandoned(one, lineages) is None),
+        default=None,
+    )
 
 
 def _shares(

@@ -6,6 +6,10 @@ Theory of operation. A generation goes through two phases:
                  (a failed check makes a new plan) -> settled
     running      snapshot by snapshot: one outcome, known everywhere before the next is decided
 
+In the running phase the silence of an SMP never ends the generation, for the ranks may well go on
+training: snapshots are *held* until every host knows the last outcome. An SMP that hangs is found
+by its own agent.
+
 What is decided is a `Directive` with a growing version, sent until each host's status shows it.
 A root whose SMP is started again within the generation reads the last outcome in its ledger and
 asks nobody: the hosts send their status all the time.
@@ -16,7 +20,8 @@ from __future__ import annotations
 import msgspec
 
 from jaxft.group import events as e
-from jaxft.group.commit import decide, interval_steps
+from jaxft.group.commit import decide
+from jaxft.group.interval import first_interval, interval_steps
 from jaxft.group.manifest import SnapshotId
 from jaxft.group.messages import (
     Damage,
@@ -30,16 +35,18 @@ from jaxft.group.messages import (
     StorageEntry,
 )
 from jaxft.group.recovery import Holder, choose
+from jaxft.group.turn import advance, ended, is_taken, turn_of
 from jaxft.group.world import Generation, Member
 
 RESEND_S = 0.25
 ATTEMPTS_MAX = 8
+ANSWER_S = 10.0
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """`silence_s`: a host not heard for so long is silent. `rejoin_s`: how long to wait for hosts
-    that may bring back a newer committed snapshot before going back further. `persist_s`: how long
-    a persist may take."""
+    """`silence_s`: a host not heard for so long is silent, and nobody waits for one that has not
+    learned an outcome for so long. `rejoin_s`: how long to wait for hosts that may bring back a
+    newer committed snapshot before going back further. `persist_s`: how long a persist may take."""
 
     silence_s: float = 5.0
     rejoin_s: float = 5.0
@@ -63,6 +70,8 @@ class Root:
         self._started_s = now_s
         self._awake_s = now_s
         self._complete_s: float | None = None
+        self._decided_s = now_s
+        self._asked_s = now_s
         self._faulted = False
         self._announced = ""
         self._sent_s = float("-inf")
@@ -77,6 +86,7 @@ class Root:
             interval=ledger.interval,
             outcome=ledger.outcome,
             persist=_order_of(ledger),
+            turn=turn_of(ledger),
         )
 
     # -------------------------------------------------------------------- what happens
@@ -118,7 +128,7 @@ class Root:
             return []
         if not self.directive.settled:
             return self._recover(now_s)
-        return self._commit(now_s) + self._persist(now_s)
+        return self._commit(now_s) + self._persist(now_s) + self._take_turn(now_s)
 
     def _member(self, host: str) -> tuple[Member, ...]:
         everyone = (*self.generation.hosts, *self.generation.holders)
@@ -149,6 +159,7 @@ class Root:
         gap_s, self._awake_s = now_s - self._awake_s, now_s
         if gap_s > self.timing.silence_s / 2:
             self._started_s += gap_s
+            self._decided_s += gap_s
             self.heard_s = {host: heard_s + gap_s for host, heard_s in self.heard_s.items()}
 
     def _fault(self, host: str, reason: str) -> list[e.Effect]:
@@ -196,7 +207,7 @@ class Root:
             return [e.Announce("waiting_for_memory", detail)]
         self._attempt = plan.attempt
         return self._announce_plan(plan) + self._direct(
-            now_s, plan=plan, interval=interval_steps(first.options, {})
+            now_s, plan=plan, interval=first_interval(first.options)
         )
 
     def _refuse_number(self, floor: int) -> list[e.Effect]:
@@ -241,6 +252,8 @@ class Root:
             storage=[entry for entry in listed if entry not in self.bad_storage],
             damages=self.damages,
             fresh=self.generation.fresh,
+            expected=self.generation.expected,
+            expected_step=self.generation.expected_step,
         )
 
     def _announce_plan(self, plan: Plan) -> list[e.Effect]:
@@ -282,11 +295,17 @@ class Root:
         if plan.finish and not self._all_finished(plan, current):
             return []
         hows = {current[host].restored for host in hosts}
-        if len(hows) > 1:
+        # "mixed": ranks of one host.
+        if len(hows) > 1 or "mixed" in hows:
             return self._fault(hosts[0], "some ranks called restore and others did not")
         base = plan.base if hows == {"verified"} else None
-        announce = e.Announce("settled", {"base": str(base) if base else "", "step": plan.step})
-        return [announce, *self._direct(now_s, settled=True, base=base)]
+        detail: dict[str, str | int | float] = {
+            "generation": self.generation.number,
+            "base": str(base) if base is not None else "",
+            "nonce": base.nonce if base is not None else "",
+            "step": plan.step if hows == {"verified"} else 0,
+        }
+        return [e.Announce("settled", detail), *self._direct(now_s, settled=True, base=base)]
 
     def _all_finished(self, plan: Plan, current: dict[str, Status]) -> bool:
         holding = {address for _, address in plan.shares}
@@ -322,15 +341,19 @@ class Root:
             if host not in self.statuses or self.statuses[host].outcome_seq < seq - 1
         ]
         if behind:
-            return self._held_up(seq, behind, silent)
+            return self._hold(seq, behind, silent, now_s)
+        effects = self._direct(now_s, held="") if self.directive.held else []
         reports = {host: self.statuses[host].report for host in hosts}
         decision = decide(seq, reports, silent)
         if decision.ok is None:
-            return []
+            return effects
+        self._decided_s = now_s
         identity = SnapshotId(self.generation.number, seq, self.generation.nonce)
         committed = identity if decision.ok else (last.committed if last is not None else None)
         options = self.statuses[hosts[0]].options
         before = last.interval if last is not None else self.directive.interval
+        turn = self.directive.turn
+        taken = is_taken(turn, [one for one in reports.values() if one and one.seq == seq])
         persist = decision.ok and self._persist_armed()
         outcome = Outcome(
             seq=seq,
@@ -339,37 +362,71 @@ class Root:
             reason=decision.reason,
             committed=committed,
             # After a restart the root may have no rank yet to say what it wants.
-            interval=before if options is None else interval_steps(options, reports),
+            interval=(
+                before
+                if options is None
+                else interval_steps(options, reports, seq=seq, before=before)
+            ),
             persist=persist,
+            turn=turn.number if turn is not None and taken else 0,
         )
+        if turn is not None and taken:
+            turn = ended(turn, outcome)
         order = self.directive.persist
         if persist and order is not None:
             order = msgspec.structs.replace(order, id=identity, step=decision.step, pinned=True)
         kind = "committed" if decision.ok else "aborted"
         detail: dict[str, str | int | float] = {
+            "generation": self.generation.number,
             "seq": seq,
             "step": decision.step,
             "reason": decision.reason,
         }
         return [
+            *effects,
             e.Decide(outcome),
             e.Announce(kind, detail),
-            *self._direct(now_s, outcome=outcome, persist=order),
+            *self._direct(now_s, outcome=outcome, persist=order, turn=turn),
         ]
 
-    def _held_up(self, seq: int, behind: list[str], silent: dict[str, float]) -> list[e.Effect]:
-        """Snapshot `seq` cannot be decided before these hosts know the last outcome: when others
-        wait for it and one of these is silent, the world cannot go on."""
-        reports = [status.report for status in self.statuses.values()]
-        if any(report is not None and report.seq == seq for report in reports):
-            for host in behind:
-                if host in silent:
-                    return self._fault(
-                        host,
-                        f"its SMP has not answered for {silent[host]:.1f} s and does not know the "
-                        f"outcome of snapshot {seq - 1}",
-                    )
-        return []
+    def _hold(
+        self, seq: int, behind: list[str], silent: dict[str, float], now_s: float
+    ) -> list[e.Effect]:
+        """Snapshot `seq` cannot be decided before these hosts know the last outcome. While one of
+        them cannot be told, nobody is to wait for it."""
+        late = now_s - self._decided_s > self.timing.silence_s
+        cut_off = [host for host in behind if late or host in silent]
+        if not cut_off:
+            return []
+        reason = (
+            f"{_hosts(cut_off)} not known to have heard of snapshot {seq - 1} after "
+            f"{self.timing.silence_s:g} s: look whether the SMP there lives, and at the network "
+            f"between it and that of host {self.generation.hosts[0].host}"
+        )
+        return self._direct(now_s, held=reason) if reason != self.directive.held else []
+
+    # -------------------------------------------------------------------- out of turn
+
+    def _take_turn(self, now_s: float) -> list[e.Effect]:
+        """Asks for a snapshot out of turn where a host wishes one, and names its call."""
+        last = self.directive.turn
+        turn = advance(
+            last,
+            self.statuses,
+            [member.host for member in self.generation.hosts],
+            open_s=now_s - self._asked_s,
+            answer_s=ANSWER_S,
+            held=self.directive.held,
+        )
+        if turn is None:
+            return []
+        effects: list[e.Effect] = []
+        if last is None or turn.number != last.number:
+            self._asked_s = now_s
+            effects.append(e.Announce("out_of_turn", {"reason": turn.reason}))
+        elif turn.result:
+            effects.append(e.Announce("out_of_turn_dropped", {"reason": turn.result}))
+        return effects + self._direct(now_s, turn=turn)
 
     # -------------------------------------------------------------------- persisting
 
@@ -458,6 +515,10 @@ class Root:
         kind = "persisted" if result == "written" else "persist_failed"
         detail: dict[str, str | int | float] = {"step": order.step, "result": result}
         return [e.Announce(kind, detail), *self._direct(now_s, persist=ended)]
+
+
+def _hosts(names: list[str]) -> str:
+    return f"host {names[0]} is" if len(names) == 1 else f"hosts {', '.join(names)} are"
 
 
 def _order_of(ledger: Ledger) -> PersistOrder | None:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from jaxft.errors import ConfigError
+from jaxft.group.identity import SnapshotId
 
 DATA_MAX = 16
 PARITY_MAX = 4
@@ -85,6 +86,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
 
     `hosts` are in rank order: the first one's SMP is the root and its first rank is process 0.
     `holders` have memory of earlier generations and no ranks. `fresh` ignores all earlier memory.
+    `expected` is the newest committed snapshot that the store knows of, `expected_step` its step
+    (None and -1: none): where nobody's memory knows of it any more, it is lost, and not unheard of.
     """
 
     job: str
@@ -96,6 +99,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: str = ""
     holders: tuple[Member, ...] = ()
     fresh: bool = False
+    expected: SnapshotId | None = None
+    expected_step: int = -1
     reason: str = ""
 
     @property

@@ -45,6 +45,7 @@ class SmpClient:
     Attributes:
         plan: the newest plan told, `settled` that everybody has restored it.
         outcomes: of this generation's snapshots, by seq (the newest ones).
+        held: why no snapshot can be decided for now; "" while they can.
         failure: why the connection is lost for good; None while it is not.
         listeners, failure_listeners: called in the connection's thread with every message, and with
             the failure.
@@ -64,6 +65,7 @@ class SmpClient:
         self.plan: p.PlanTold | None = None
         self.settled: p.SettledTold | None = None
         self.outcomes: dict[int, Outcome] = {}
+        self.held = ""
         self.granted: dict[int, p.Granted] = {}
         self.staged_seq = -1
         self.reserved: p.Reserved | None = None
@@ -263,6 +265,10 @@ class SmpClient:
                 case p.OutcomeTold():
                     self.outcomes[message.outcome.seq] = message.outcome
                     self.outcomes.pop(message.outcome.seq - 8, None)
+                case p.HeldTold():
+                    self.held = message.reason
+                case p.TurnTold():
+                    pass  # for the listeners
                 case p.Reserved():
                     self.reserved = message
                 case p.ManifestsTold():

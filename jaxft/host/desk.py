@@ -144,6 +144,8 @@ class Desk:
         match message:
             case p.Enter():
                 self.driver.happen(e.EnterWanted(message.generation))
+            case p.SnapshotNow():
+                self.driver.happen(e.TurnWanted(message.reason))
             case p.Stop():
                 self.stopping = True
             case p.HelperState():
@@ -174,12 +176,19 @@ class Desk:
                         message.plan,
                         message.nbytes,
                         message.step_s,
+                        message.call,
+                        message.measured,
                     )
                 )
             case p.Staged():
                 self.driver.part_staged(rank, message)
             case p.StagingFailed():
                 happen(e.StagingFailed(rank, message.seq, message.reason))
+            case p.Missed():
+                seq, step, call = message.seq, message.step, message.call
+                happen(e.SnapshotMissed(rank, seq, step, message.reason, call))
+            case p.LastCall():
+                happen(e.TurnAnswered(rank, message.number, message.call))
             case p.WantManifests():
                 self._manifests(client, message)
             case p.Fetch():

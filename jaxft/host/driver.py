@@ -38,8 +38,9 @@ from jaxft.host.coding import Sources, encode_share
 from jaxft.host.jobs import Jobs
 from jaxft.host.layout import GroupBlob, GroupLayout
 from jaxft.host.memory import available_bytes, check_fits
+from jaxft.host.pace import Pace
 from jaxft.host.recall import Recall, bulk_address, control_address
-from jaxft.host.shares import Shares, whole_manifest
+from jaxft.host.shares import Rebuilt, Shares, whole_manifest
 from jaxft.host.wire import Endpoint, Network
 
 _log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class Driver:
         clients: to this host's processes.
         timing: the root's patience.
         memory_bytes_max: what both slots may take together, if not all that there is.
+        pace: what pulling for coding has to keep to, if it has to.
     """
 
     def __init__(
@@ -72,8 +74,11 @@ class Driver:
         clients: Clients,
         timing: Timing,
         memory_bytes_max: int | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self.memory_bytes_max = memory_bytes_max
+        self.pace = pace
+        self._room = threading.Lock()
         self.job = job
         self.host = host
         self.address = address
@@ -104,6 +109,8 @@ class Driver:
             e.TellSettled: self._tell_settled,
             e.TellStaged: self._tell_staged,
             e.TellOutcome: self._tell_outcome,
+            e.TellHeld: self._tell_held,
+            e.TellTurn: self._tell_turn,
             e.TellPersist: self._tell_persist,
             e.DeclareFault: self._declare_fault,
             e.Announce: self._announce,
@@ -145,14 +152,13 @@ class Driver:
                 self.happen(e.Heard(envelope.sender, envelope.body))
 
     def _invited(self, envelope: Envelope, invite: Invite) -> None:
-        """A newer generation counts on this memory. Without an agent nobody else says so, and the
-        ranks that the agent had are dead or will be killed before anything is answered."""
+        """A newer generation counts on this memory. Nobody else says so where there is no agent, or
+        one that is cut off from the store. The ranks of the old generation, which has ended for
+        good, are dead or will be killed before anything is answered."""
         generation = invite.generation
         mine = (self.host, self.ledger.arena)
-        if (
-            envelope.job == self.job == generation.job
-            and not any(True for _ in self.clients.seated("agent"))
-            and any((member.host, member.arena) == mine for member in generation.holders)
+        if envelope.job == self.job == generation.job and any(
+            (member.host, member.arena) == mine for member in generation.holders
         ):
             self.happen(e.EnterWanted(generation))
 
@@ -199,7 +205,7 @@ class Driver:
         self._plan = None
         self.recall = None
         self.jobs.cancel()
-        self.shares.rebuilt.clear()
+        self.shares.drop_rebuilt()
         self._forget_peers()
         for client in self.clients.seated("rank", "helper"):
             client.channel.close()
@@ -256,11 +262,7 @@ class Driver:
         nbytes = self.slot_bytes(effect.nbytes)
 
         def room(cancel: threading.Event) -> None:
-            before = arena.size_bytes
-            if nbytes > before:
-                check_fits(nbytes - before, self._left_bytes(), f"slot {effect.slot}")
-                arena.ensure(nbytes)
-                arena.touch(before, nbytes - before)
+            self._make_room(effect.slot, nbytes)
 
         def done(result: None, error: BaseException | None) -> None:
             if error is not None:
@@ -281,6 +283,16 @@ class Driver:
 
         self.jobs.start(("grant", effect.id), room, done)
 
+    def _make_room(self, number: int, nbytes: int) -> None:
+        """Grows a slot and makes its memory exist; one thread at a time."""
+        arena = self.shares.slots[number]
+        with self._room:
+            before = arena.size_bytes
+            if nbytes > before:
+                check_fits(nbytes - before, self._left_bytes(), f"slot {number}")
+                arena.ensure(nbytes)
+                arena.touch(before, nbytes - before)
+
     def slot_bytes(self, segment_bytes: int) -> int:
         """What a slot needs for a segment of this size: the segment, its manifest, its parity and
         the group's manifests (the manifests are estimated; a slot grows if they are larger)."""
@@ -300,7 +312,10 @@ class Driver:
         return f"{group.data}+{group.parity}"
 
     def reserve(self, nbytes: int) -> str:
-        """Is there memory for two slots with parts of this size? Returns what is wrong."""
+        """Is there memory for two slots with parts of this size? Returns what is wrong.
+
+        If nothing is, the memory is made to exist meanwhile, so that no snapshot waits for it.
+        """
         generation, index = self.core.keeper.generation, self.core.keeper.index
         if generation is not None and index is not None:
             nbytes *= generation.hosts[index].ranks
@@ -315,6 +330,19 @@ class Driver:
             )
         except MemoryLimitError as error:
             return str(error)
+
+        def room(cancel: threading.Event) -> None:
+            for number in range(len(self.shares.slots)):
+                if not cancel.is_set():
+                    self._make_room(number, wanted)
+
+        def done(result: None, error: BaseException | None) -> None:
+            # The snapshot that does not get its memory will say so itself.
+            if error is not None:
+                _log.warning("memory for the slots could not be made ready: %s", error)
+
+        if growth:
+            self.jobs.start("reserve", room, done)
         return ""
 
     def _left_bytes(self) -> int:
@@ -374,6 +402,7 @@ class Driver:
                 reader=self.network.reader(),
                 cancel=cancel,
                 names=slot.world.hosts,
+                pace=self.pace,
             )
             sums = encode_share(sources, own.host, parity)
             mates = [host for host in layout.group.hosts if host != own.host]
@@ -387,7 +416,7 @@ class Driver:
                 return
             self._coded(effect, *result)
 
-        self.jobs.start(("code", effect.id), work, done)
+        self.jobs.start(("code", effect.id), work, done, low=True)
 
     def _coded(self, effect: e.Code, offset: int, nbytes: int, group: GroupBlob) -> None:
         number = self.core.keeper.slot_of(effect.id)
@@ -412,7 +441,7 @@ class Driver:
         left = set(mine)
 
         def begin(host: int) -> None:
-            def work(cancel: threading.Event) -> object:
+            def work(cancel: threading.Event) -> Rebuilt:
                 reach(
                     "smp.rebuilding",
                     host=self.host,
@@ -421,15 +450,17 @@ class Driver:
                 )
                 return Recall(plan, self.network, cancel).rebuild(host)
 
-            def done(result: object, error: BaseException | None) -> None:
+            def done(result: Rebuilt | None, error: BaseException | None) -> None:
                 if self._plan is None or self._plan.attempt != plan.attempt:
+                    if result is not None:
+                        result.arena.close()
                     return
-                if error is not None:
+                if error is not None or result is None:
                     damaged: frozenset[Damage] = getattr(error, "damaged", frozenset())
                     self.happen(e.RebuildFailed(plan.attempt, str(error), tuple(sorted(damaged))))
                     return
                 assert plan.chosen is not None
-                self.shares.rebuilt[plan.chosen, host] = result  # type: ignore[assignment]
+                self.shares.keep_rebuilt(plan.chosen, host, result)
                 self.shares.publish(self.ledger)
                 left.discard(host)
                 self._tell_agent("rebuilt", {"segment": plan.world.hosts[host]})
@@ -442,7 +473,7 @@ class Driver:
             begin(host)
 
     def _release_rebuilt(self, effect: e.ReleaseRebuilt) -> None:
-        self.shares.rebuilt.clear()
+        self.shares.drop_rebuilt()
         self.shares.publish(self.ledger)
 
     def _tell_plan(self, effect: e.TellPlan) -> None:
@@ -487,7 +518,7 @@ class Driver:
             plan = self._plan
             if plan is None or plan.chosen != identity:
                 plan = self.running_plan(identity)
-            self.recall = Recall(plan, self.network, threading.Event())
+            self.recall = Recall(plan, self.network, threading.Event(), self.address, self.shares)
         return self.recall
 
     def running_plan(self, identity: SnapshotId) -> Plan:
@@ -523,6 +554,12 @@ class Driver:
             seq=effect.outcome.seq,
         )
         self.clients.tell(p.OutcomeTold(outcome=effect.outcome), "rank")
+
+    def _tell_held(self, effect: e.TellHeld) -> None:
+        self.clients.tell(p.HeldTold(reason=effect.reason), "rank")
+
+    def _tell_turn(self, effect: e.TellTurn) -> None:
+        self.clients.tell(p.TurnTold(turn=effect.turn), "agent", "rank")
 
     def _tell_persist(self, effect: e.TellPersist) -> None:
         self.clients.tell(self.persist_message(effect.order), "agent", "rank", "helper")

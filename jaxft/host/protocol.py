@@ -11,7 +11,16 @@ from __future__ import annotations
 import msgspec
 
 from jaxft.group.manifest import Part, SnapshotId
-from jaxft.group.messages import Damage, Lineage, Outcome, PersistOrder, Plan, RankOptions
+from jaxft.group.messages import (
+    Damage,
+    Lineage,
+    Measured,
+    Outcome,
+    PersistOrder,
+    Plan,
+    RankOptions,
+    Turn,
+)
 from jaxft.group.world import Generation
 
 # ------------------------------------------------------------------------------ client -> SMP
@@ -33,6 +42,12 @@ class Enter(msgspec.Struct, frozen=True, kw_only=True, tag="enter"):
     """Agent: take part in this generation; its earlier ranks are dead."""
 
     generation: Generation
+
+
+class SnapshotNow(msgspec.Struct, frozen=True, kw_only=True, tag="snapshot_now"):
+    """Agent: take a snapshot though none is due. What becomes of it is told by `TurnTold`."""
+
+    reason: str
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
@@ -95,13 +110,15 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
 
 
 class WantSlot(msgspec.Struct, frozen=True, kw_only=True, tag="want_slot"):
-    """Rank: this is the call of `save` that is snapshot `seq`."""
+    """Rank: this is the call of `save`, its `call`th, that is snapshot `seq`."""
 
     seq: int
     step: int
     plan: str
     nbytes: int
     step_s: float = 0.0
+    call: int = 0
+    measured: Measured = Measured()
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
@@ -115,6 +132,24 @@ class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
 class StagingFailed(msgspec.Struct, frozen=True, kw_only=True, tag="staging_failed"):
     seq: int
     reason: str
+
+
+class Missed(msgspec.Struct, frozen=True, kw_only=True, tag="missed"):
+    """Rank: I let the call of `save` pass at which snapshot `seq` was due, so it has no part of me;
+    I was at `step`, in my `call`th call, when I found out."""
+
+    seq: int
+    step: int
+    reason: str
+    call: int = 0
+
+
+class LastCall(msgspec.Struct, frozen=True, kw_only=True, tag="last_call"):
+    """Rank: the answer to turn `number`. My last call of `save` was number `call`, and I wait in
+    the next one until I know what becomes of it."""
+
+    number: int
+    call: int
 
 
 class HelperState(msgspec.Struct, frozen=True, kw_only=True, tag="helper_state"):
@@ -133,6 +168,7 @@ class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
 ClientMessage = (
     Hello
     | Enter
+    | SnapshotNow
     | Stop
     | Bye
     | Restored
@@ -144,6 +180,8 @@ ClientMessage = (
     | WantSlot
     | Staged
     | StagingFailed
+    | Missed
+    | LastCall
     | HelperState
     | Inspect
 )
@@ -234,6 +272,19 @@ class OutcomeTold(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
     outcome: Outcome
 
 
+class HeldTold(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
+    """No snapshot can be decided for now, and why: nobody is to wait for one. "": they can."""
+
+    reason: str
+
+
+class TurnTold(msgspec.Struct, frozen=True, kw_only=True, tag="turn"):
+    """To ranks and the agent: the root's word on a snapshot out of turn. Number 0 is this SMP's own
+    answer to `SnapshotNow`: there can be none."""
+
+    turn: Turn
+
+
 class PersistTold(msgspec.Struct, frozen=True, kw_only=True, tag="persist"):
     """The root's word on a persist. `own` is (slot, place in the world) of this host's share of
     `order.id`, or None; `lineage` goes into the checkpoint."""
@@ -274,6 +325,8 @@ ServerMessage = (
     | Granted
     | StagedTold
     | OutcomeTold
+    | HeldTold
+    | TurnTold
     | PersistTold
     | FaultTold
     | Announced

@@ -16,12 +16,14 @@ import secrets
 import select
 import signal
 import time
+from collections.abc import Mapping
 from types import FrameType
 
 from jaxft import config, faults
-from jaxft.errors import StoreError
+from jaxft.errors import LaunchError, StoreError
 from jaxft.group import membership as m
-from jaxft.group.messages import PersistOrder
+from jaxft.group.absence import mind_absence
+from jaxft.group.messages import Turn
 from jaxft.group.records import (
     DONE,
     END,
@@ -33,7 +35,6 @@ from jaxft.group.records import (
     Fault,
     HostRecord,
     JobEnd,
-    Progress,
     View,
     read_view,
 )
@@ -42,19 +43,23 @@ from jaxft.host import protocol
 from jaxft.host.local import make_private
 from jaxft.launch.console import Console
 from jaxft.launch.hostdir import Lock, RankFile, ReservedPort, remove
+from jaxft.launch.last_snapshot import SHARE, LastSnapshot
 from jaxft.launch.options import KILL_S, RunOptions
+from jaxft.launch.persisting import Persisting
 from jaxft.launch.probe import answering
-from jaxft.launch.ranks import PersistHelper, Ranks
+from jaxft.launch.progress import ProgressLog
+from jaxft.launch.ranks import Ranks
 from jaxft.launch.registration import Registration, StoreWatcher
 from jaxft.launch.smp_process import Died, Happening, SnapshotProcess, Up
 from jaxft.launch.store import Store
 from jaxft.launch.stores import open_store
 from jaxft.status.events import EventLog
 
-TICK_S = 0.05
+# How often the clock is looked at; what must be quick (a process that ends, a message, a change in
+# the store) wakes the loop itself.
+TICK_S = 0.25
 TURNS_MAX = 20
 PROBE_EVERY_S = 1.0
-PROGRESS_EVERY_S = 1.0
 WONDER_S = 1.0
 QUIET_KINDS = frozenset({"committed", "chosen"})
 
@@ -89,10 +94,14 @@ class Agent:
         self._events = EventLog(config.events_dir(), host=options.host, role="agent")
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._signal = 0
+        self._hurried = False
         self._rank_file = RankFile(self.directory / "ranks")
         self._smp = SnapshotProcess(
             options, self.directory, options.logs() / "smp.log", console.say
         )
+        self._persisting = Persisting(options, self._smp)
+        self._last_snapshot = LastSnapshot(options.host, self._smp)
+        self._progress = ProgressLog()
         self._ranks = Ranks(options, self._smp.socket, self._rank_file, console, self._events)
         self._observer = m.Observer(options.rules())
         self._port = ReservedPort()
@@ -106,11 +115,6 @@ class Agent:
         self._report: tuple[str, str] | None = None
         self._answers: dict[str, bool] = {}
         self._probed_s = 0.0
-        self._helper: PersistHelper | None = None
-        self._order: PersistOrder | None = None
-        self._progress: Progress | None = None
-        self._progress_written: Progress | None = None
-        self._progress_s = 0.0
         self._said = ""
         self._waits = ("", 0.0)
         self._failed = True
@@ -140,8 +144,11 @@ class Agent:
             )
             return end
         except Interrupted as interrupted:
+            deadline_s = time.monotonic() + self.options.term_grace_s
+            if interrupted.number == signal.SIGTERM and self._store is not None:
+                self._take_last_snapshot(self._store)
             self._console.say(f"{interrupted}: the ranks are told to end")
-            self._ranks.end(interrupted.number, self.options.term_grace_s)
+            self._ranks.end(interrupted.number, max(0.0, deadline_s - time.monotonic()))
             raise
         finally:
             self._shut_down()
@@ -173,13 +180,41 @@ class Agent:
             os.write(self._wake_w, b"!")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._hurried = self._hurried or number == signal.SIGINT
         self._signal = self._signal or number
         self._wake()
+
+    def _take_last_snapshot(self, store: Store) -> None:
+        """This host is to go (preemption, for example): asks for a snapshot out of turn and waits
+        until it is protected, or for a share of the time there is. SIGINT ends the wait."""
+        if not self._ranks.running or self._ranks.exits or not self._smp.is_up:
+            return
+        self._last_snapshot.ask()
+        deadline_s = time.monotonic() + SHARE * self.options.term_grace_s
+        try:
+            while self._last_snapshot.answer is None and time.monotonic() < deadline_s:
+                self._wait()
+                for happening in self._smp.poll():
+                    self._smp_happened(happening, store)
+                self._ranks.poll()
+                self._mind_helper()
+                if self._hurried or self._ranks.exits:
+                    break
+        except LaunchError as error:
+            self._console.say(str(error))
+        turn = self._last_snapshot.answer or Turn(number=0, result="there was no time for it")
+        if turn.result == "protected":
+            self._console.say(f"a last snapshot, of step {turn.step}, is protected")
+        else:
+            self._console.say(f"no last snapshot: {turn.result}")
+        self._events.emit(
+            "last_snapshot", generation=self._entered, step=turn.step, result=turn.result
+        )
 
     def _shut_down(self) -> None:
         """Ends everything, whatever of it there is; the SMP is given a few seconds."""
         try:
-            self._kill_helper()
+            self._persisting.kill()
             self._ranks.kill()
         finally:
             if self._registration is not None:
@@ -207,7 +242,9 @@ class Agent:
             case protocol.FaultTold(host=host, reason=reason):
                 self._report = (host, reason)
             case protocol.PersistTold(order=order):
-                self._persist(order)
+                self._persisting.ordered(order, self._generation)
+            case protocol.TurnTold(turn=turn):
+                self._last_snapshot.told(turn)
             case protocol.Announced(kind=kind, detail=detail):
                 self._announced(kind, detail)
             case protocol.Refused(reason=reason):
@@ -226,6 +263,7 @@ class Agent:
         self._events.emit("registered", address=welcome.address, generation=self._entered)
         if self._generation is not None:
             self._smp.enter(self._generation)
+        self._last_snapshot.ask_again()
 
     def _register(self) -> None:
         """Writes this host's record as it is now."""
@@ -255,82 +293,44 @@ class Agent:
         facts = {key: value for key, value in detail.items() if key not in ("event", "generation")}
         self._events.emit(kind, generation=number, **facts)
         if kind not in QUIET_KINDS:
-            told = ", ".join(f"{key} {value}" for key, value in detail.items() if value != "")
-            self._console.say(f"generation {number}: {kind}{': ' if told else ''}{told}")
+            self._console.say(f"generation {number}: {_in_words(kind, facts)}")
         if kind == "generation_floor":
             self._floor = max(self._floor, int(detail.get("number", 0)))
             self._register()
-        step = int(detail.get("step", -1))
-        if kind == "settled":
-            base = step if detail.get("base") else -1
-            self._progress = Progress(base=base, step=base)
-        elif kind == "committed" and self._progress is not None:
-            self._progress = Progress(base=self._progress.base, step=step)
-
-    # -------------------------------------------------------------------- persisting
-
-    def _persist(self, order: PersistOrder) -> None:
-        generation = self._generation
-        index = generation.index_of(self._host) if generation is not None else None
-        known = self._order.number if self._order is not None else 0
-        self._order = order
-        if order.result or not order.wanted:
-            self._kill_helper()
-        elif order.number > known and generation is not None and index is not None:
-            self._kill_helper()
-            self._helper = PersistHelper(
-                self.options, generation, index, self._smp.socket, order.number
-            )
+        if kind in ("settled", "committed"):
+            self._progress.announced(kind, detail)
 
     def _mind_helper(self) -> None:
-        failure = self._helper.failure() if self._helper is not None else None
-        if self._helper is None or failure is None:
-            return
+        failure = self._persisting.poll()
         if failure:
             self._console.say(failure)
-            self._smp.send(
-                protocol.HelperState(number=self._helper.number, state="failed", detail=failure)
-            )
-        self._helper = None
-
-    def _kill_helper(self) -> None:
-        helper, self._helper = self._helper, None
-        if helper is not None:
-            helper.kill()
 
     # -------------------------------------------------------------------- the store
 
     def _mind_absent_store(self) -> None:
-        """Training goes on without the store for a while, and not for longer; then the agent waits
-        for a store that may come back, for as long as it would for other hosts.
+        """Training goes on without the store for a while, and not for longer (`absence`).
 
         Raises:
             StoreError: it did not come back.
         """
         if self._registration is None or self._watcher is None:
             return
-        silent_s, error = self._registration.silent_s(), self._watcher.error
-        wait_s = self.options.store_grace_s + self.options.form_timeout_s
-        if error is not None and not self._ranks.running and silent_s > wait_s:
-            raise error
-        if silent_s > self.options.store_grace_s and self._ranks.running:
-            self._console.say(
-                f"the store has not answered for {silent_s:.0f} s: the ranks are killed ({error}); "
-                f"it is waited for, {self.options.form_timeout_s:g} s at most"
-            )
+        error = self._watcher.error
+        absence = mind_absence(
+            self._registration.silent_s(),
+            "" if error is None else str(error),
+            running=bool(self._ranks.running),
+            grace_s=self.options.store_grace_s,
+            patience_s=self.options.form_timeout_s,
+        )
+        if absence.action == "kill":
+            self._console.say(absence.reason)
+            self._persisting.kill()
             self._ranks.kill()
-        elif error is not None:
-            self._say_once(f"the store does not answer: {error}")
-
-    def _write_progress(self, store: Store, *, at_once: bool = False) -> None:
-        """Says how far the generation is: when it settles, and now and then."""
-        if self._progress is None or self._progress == self._progress_written:
-            return
-        now_s = time.monotonic()
-        first = self._progress_written is None
-        if first or at_once or now_s - self._progress_s > PROGRESS_EVERY_S:
-            store.commit({}, {f"{PROGRESS}{self._entered}": encode(self._progress)})
-            self._progress_written, self._progress_s = self._progress, now_s
+        elif absence.action == "give up" and error is not None:
+            raise error
+        elif absence.reason:
+            self._say_once(absence.reason)
 
     # -------------------------------------------------------------------- deciding and doing
 
@@ -352,7 +352,7 @@ class Agent:
     def _take_turns(self, store: Store) -> JobEnd | None:
         """Does what is to be done, until there is nothing left or the job is over."""
         try:
-            self._write_progress(store)
+            self._progress.write(store)
             for _ in range(TURNS_MAX):
                 view = self._watcher.view() if self._watcher is not None else None
                 if view is None or self._watcher is None:
@@ -420,9 +420,10 @@ class Agent:
         """Old ranks are dead; the SMP is told; then the new ones are started."""
         faults.reach("agent.entering", host=self._host, generation=generation.number)
         self._ranks.kill()
-        self._kill_helper()
-        self._generation, self._report, self._order = generation, None, None
-        self._progress = self._progress_written = None
+        self._persisting.leave()
+        self._generation, self._report = generation, None
+        self._progress.enter(generation)
+        self._last_snapshot.enter()
         self._answers = {}
         self._smp.enter(generation)
         self._events.emit(
@@ -439,7 +440,7 @@ class Agent:
         others, who may form the next one. That needs an SMP that answers: if the root has said
         that this one does not, it is asked, or started again, first.
         """
-        self._kill_helper()
+        self._persisting.kill()
         self._ranks.kill()
         reported = fault is not None and (fault.kind, fault.host) == ("smp_report", self._host)
         if reported and self._checked != number:
@@ -452,7 +453,7 @@ class Agent:
         old, self._port = self._port, ReservedPort()
         old.close()
         with contextlib.suppress(StoreError):
-            self._write_progress(store, at_once=True)
+            self._progress.write(store, at_once=True)
         self._register()
         return True
 
@@ -495,9 +496,22 @@ class Agent:
             self._console.say(f"{reason} (at most {left_s:.0f} s more)")
 
 
+def _in_words(kind: str, facts: Mapping[str, str | int | float]) -> str:
+    """What an SMP announced, for a person."""
+    if kind == "settled":
+        # A checkpoint that plain Orbax wrote has a step and no identity.
+        whence = f" (snapshot {facts['base']})" if facts["base"] else ""
+        step = facts["step"]
+        return f"goes on from step {step}{whence}" if whence or step else "begins anew"
+    told = ", ".join(f"{key} {value}" for key, value in facts.items() if value != "")
+    return f"{kind}{': ' if told else ''}{told}"
+
+
 def clear_ended_run(store: Store) -> None:
     """Takes away what an earlier run of the job left behind, if that has ended and nobody of it is
-    there any more. Generations go on being counted from where they were.
+    there any more. Generations go on being counted from where they were. A run that failed let its
+    memory go: what it had protected stays on record, so that the next one does not silently begin
+    anew.
 
     Raises:
         StoreError: the store does not answer.
@@ -507,7 +521,10 @@ def clear_ended_run(store: Store) -> None:
         view = read_view(entries)
         if view.end is None or view.hosts:
             return
-        old = [key for key in entries if key != NUMBER and not key.startswith(HOST)]
+        kept = {NUMBER}
+        if not view.end.ok and view.newest_progress.snapshot is not None:
+            kept.add(f"{PROGRESS}{max(view.progress)}")
+        old = [key for key in entries if key not in kept and not key.startswith(HOST)]
         put = {NUMBER: encode(view.next_number - 1)}
         if store.commit({END: view.revisions[END]}, put, old):
             return

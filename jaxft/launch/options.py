@@ -37,10 +37,14 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         store_grace_s: how long to train on without the store.
         form_timeout_s: how long to wait for `hosts_min` hosts before the job fails.
         exit_grace_s: how long the ranks may take to end after the first one did.
-        term_grace_s: how long ranks may take to end when the run is told to end.
+        term_grace_s: how long ending may take when the run is told to end: on SIGTERM most of it is
+            for a last snapshot, taken out of turn, the rest is for the ranks.
         orphan_s: how long a host's memory lives on without an agent.
-        silence_s: how long the root waits for a silent SMP.
+        silence_s: how long an SMP may be silent before snapshots are held or, while recovering,
+            a new generation is formed; after twice as long its agent starts it again.
         restarts_max: failures in a row, without a newer snapshot, after which the job fails.
+        bandwidth_max: bytes a second that each host's SMP may pull from others while it codes a
+            snapshot, for example "2GB" ("": as much as there is). Restoring is not held back.
         fresh: ignore snapshots of earlier runs.
         log_dir: where logs go (None: into the run directory, removed after a success).
         quiet: do not show the ranks' output.
@@ -69,6 +73,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     orphan_s: float = 600.0
     silence_s: float = 5.0
     restarts_max: int = 3
+    bandwidth_max: str = ""
     fresh: bool = False
     log_dir: str | None = None
     quiet: bool = False
@@ -98,6 +103,12 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.lease_s:g}: a host would stop before the others could count it lost"
             )
         self._check_code()
+        _ = self.bandwidth_bytes_per_s
+
+    @property
+    def bandwidth_bytes_per_s(self) -> float:
+        """`bandwidth_max` as a number; 0: no limit."""
+        return parse_rate("--bandwidth-max", self.bandwidth_max) if self.bandwidth_max else 0.0
 
     def _check_code(self) -> None:
         if self.code and (code := Code.parse(self.code)).parity >= self.hosts_max:
@@ -137,6 +148,27 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?(?:/s)?", re.IGNORECASE)
+
+
+def parse_rate(option: str, text: str) -> float:
+    """Bytes a second as people write them: "2GB", "2GB/s", "1.5G", "500 MiB", "1000000".
+
+    Raises:
+        ConfigError: not of that form, or nothing.
+    """
+    match = _RATE.fullmatch(text.strip())
+    rate = 0.0
+    if match is not None:
+        number, unit, binary = match.groups()
+        rate = float(number) * (1024 if binary else 1000) ** " KMGT".index((unit or " ").upper())
+    if not 0 < rate < math.inf:
+        raise ConfigError(
+            f"{option} {text}: expected bytes a second, for example 2GB, 500MB or 800MiB"
+        )
+    return rate
 
 
 def parse_hosts(text: str) -> tuple[int, int]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +20,6 @@ from jaxft.status.events import EventLog
 
 PERSIST = "JAXFT_PERSIST"
 FULL_BYTES = 4096
-HELPER = ("-m", "jaxft.persist")
 
 
 class Ranks:
@@ -180,31 +178,3 @@ def rank_environment(
         smp=str(smp),
     )
     return env | place.to_environ()
-
-
-class PersistHelper:
-    """The process that writes this host's part of persist number `number` to storage.
-
-    Helpers form a world of their own with one process a host, so in its variables JAXFT_RANK is
-    the host's index and JAXFT_RANKS the number of hosts.
-    """
-
-    def __init__(
-        self, options: RunOptions, generation: Generation, index: int, smp: Path, number: int
-    ) -> None:
-        self.number = number
-        self.log = options.logs() / f"gen{generation.number}-persist{number}.log"
-        env = rank_environment(generation, options.host, index, smp)
-        env |= {"JAXFT_RANKS": str(len(generation.hosts)), PERSIST: str(number)}
-        self._child = Child([sys.executable, *HELPER], env=env, log=self.log)
-
-    def failure(self) -> str | None:
-        """None while it runs, "" once it has ended well, else what is wrong."""
-        status = self._child.status()
-        if status is None or status == 0:
-            return None if status is None else ""
-        how = f"status {status}" if status > 0 else f"signal {-status}"
-        return f"the persist helper ended with {how}: {last_lines(self.log, lines=1)}"
-
-    def kill(self) -> None:
-        kill_all([self._child], KILL_S)

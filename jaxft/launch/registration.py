@@ -21,7 +21,7 @@ from jaxft.group.world import encode
 from jaxft.launch.store import Entry, Lease, Store
 
 RENEWALS_A_LEASE = 5
-WATCH_S = 0.5
+WATCH_S = 1.0
 RETRY_S = 0.1
 
 

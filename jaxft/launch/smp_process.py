@@ -5,7 +5,11 @@ Rules
   only after it is seen dead: two never write to the same memory.
 - An SMP that dies again and again on its memory gets new memory, which counts as a lost host. One
   that dies on new memory too ends the agent.
-- One that does not answer within a deadline is killed, and then is a dead one.
+- One that does not answer within a deadline is killed, and then is a dead one. It is asked every
+  PING_S while it is up, and has twice `silence_s` for it: longer than a busy machine keeps it from
+  its loop, for three deaths in a row cost the host its memory, and far shorter than a rank waits
+  for an outcome. From `silence_s` on snapshots are held, so no other host's ranks wait for it.
+- The time that this process itself stood still counts against nobody.
 - Whoever calls holds the host's lock, so nobody else starts one.
 """
 
@@ -35,6 +39,8 @@ SOCKET = "smp.sock"
 START_S = 30.0
 ANSWER_S = 5.0
 CHECK_S = 2.0
+PING_S = 1.0
+PAUSE_S = 1.0
 STOP_S = 3.0
 SEND_S = 1.0
 QUICK_S = 60.0
@@ -82,6 +88,9 @@ class SnapshotProcess:
         self._fds: tuple[int, ...] = ()
         self._how = "started"
         self._deadline_s: float | None = None
+        self._ping_deadline_s: float | None = None
+        self._pinged_s = time.monotonic()
+        self._polled_s = time.monotonic()
         self._deaths: deque[float] = deque(maxlen=DEATHS_MAX)
         self._unheard = 0
         self.pid = 0
@@ -133,26 +142,44 @@ class SnapshotProcess:
         Raises:
             LaunchError: it does not stay alive.
         """
+        self._wake()
         if _is_readable(self._pidfd):
             died = Died(self.pid)
             self._listen_to_the_end()
             self._bury()
             self._start()
             return [died]
-        if self._deadline_s is not None and time.monotonic() > self._deadline_s:
-            self._say(f"the SMP (pid {self.pid}) does not answer and is killed")
-            self.kill()
-            return []
         if self._channel is None:
             self._greet()
-            return []
-        happened = self._listen(self._channel)
-        if self._channel.ended:
-            # Dead in a moment, or it has given this connection up: then it is greeted again.
-            self._channel.close()
-            self._channel, self.welcome = None, None
-            self._expect_answer(ANSWER_S)
+            happened = []
+        else:
+            happened = self._listen(self._channel)
+            if self._channel.ended:
+                # Dead in a moment, or it has given this connection up: then it is greeted again.
+                self._channel.close()
+                self._channel, self.welcome = None, None
+                self._expect_answer(ANSWER_S)
+        self._mind_silence()
         return happened
+
+    def _wake(self) -> None:
+        """After a pause of this process itself, every answer has that much more time."""
+        now_s = time.monotonic()
+        gap_s, self._polled_s = now_s - self._polled_s, now_s
+        if gap_s > PAUSE_S:
+            self._deadline_s = self._deadline_s and self._deadline_s + gap_s
+            self._ping_deadline_s = self._ping_deadline_s and self._ping_deadline_s + gap_s
+
+    def _mind_silence(self) -> None:
+        """Asks now and then whether it is there; kills one that has not answered in time."""
+        now_s = time.monotonic()
+        deadlines = [one for one in (self._deadline_s, self._ping_deadline_s) if one is not None]
+        if deadlines and now_s > min(deadlines):
+            self._say(f"the SMP (pid {self.pid}) does not answer and is killed")
+            self.kill()
+        elif self.is_up and self._ping_deadline_s is None and now_s - self._pinged_s > PING_S:
+            self._pinged_s, self._ping_deadline_s = now_s, now_s + 2 * self._options.silence_s
+            self.send(protocol.Inspect())
 
     def send(self, message: protocol.ClientMessage) -> None:
         """Tells it, if it is up; what it must know is repeated when it is `Up` again."""
@@ -171,7 +198,7 @@ class SnapshotProcess:
 
     def kill(self) -> None:
         """SIGKILL; `poll` then sees it dead."""
-        self._deadline_s = None
+        self._deadline_s = self._ping_deadline_s = None
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -198,6 +225,7 @@ class SnapshotProcess:
         command += ["--orphan-s", str(self._options.orphan_s)]
         command += ["--silence-s", str(self._options.silence_s)]
         command += ["--rejoin-s", str(self._options.rejoin_s)]
+        command += ["--bandwidth-max", str(self._options.bandwidth_bytes_per_s)]
         if self._fds:
             command += ["--fds", ",".join(map(str, self._fds))]
         with self._log.open("ab") as log:
@@ -241,6 +269,7 @@ class SnapshotProcess:
         if self._pidfd >= 0:
             os.close(self._pidfd)
         self._channel, self._child, self._pidfd, self.welcome = None, None, -1, None
+        self._ping_deadline_s = None
 
     def _let_memory_go(self) -> None:
         fds, self._fds = self._fds, ()
@@ -272,13 +301,13 @@ class SnapshotProcess:
                     self._let_memory_go()
                     self._fds, self.welcome = fds, message
                     self._unheard = 0
-                    self._deadline_s = None
+                    self._deadline_s = self._ping_deadline_s = None
                     happened.append(Up(message, self._how))
                     continue
                 for fd in fds:
                     os.close(fd)
                 if isinstance(message, protocol.Inspection):
-                    self._deadline_s = None
+                    self._deadline_s = self._ping_deadline_s = None
                 else:
                     happened.append(message)
         except (WireError, msgspec.MsgspecError) as error:

@@ -21,14 +21,13 @@ import msgspec
 
 from jaxft import config
 from jaxft.errors import JaxftError, JobInUse, WireError
-from jaxft.group.messages import PersistOrder
 from jaxft.group.placement import form_groups
 from jaxft.group.world import Code, Generation, Member
 from jaxft.host import attach, protocol
 from jaxft.host.local import LocalChannel, LocalListener, make_private
 from jaxft.launch.hostdir import Lock, remove
 from jaxft.launch.options import RunOptions
-from jaxft.launch.ranks import PersistHelper
+from jaxft.launch.persisting import Persisting
 from jaxft.launch.smp_process import SnapshotProcess, Up
 
 TICK_S = 0.1
@@ -62,8 +61,7 @@ class Solo:
         self._generation: Generation | None = None
         self._script: LocalChannel | None = None
         self._asking: list[LocalChannel] = []
-        self._helper: PersistHelper | None = None
-        self._order: PersistOrder | None = None
+        self._persisting = Persisting(self.options, self._smp)
         self._finished = False
         self._told_to_end = False
         self._left_s = time.monotonic()
@@ -78,7 +76,8 @@ class Solo:
                 for happening in self._smp.poll():
                     self._smp_happened(happening)
                 self._serve()
-                self._mind_helper()
+                if failure := self._persisting.poll():
+                    _say(failure)
         finally:
             self._shut_down()
 
@@ -99,8 +98,7 @@ class Solo:
         poller.poll(TICK_S * 1000)
 
     def _shut_down(self) -> None:
-        if self._helper is not None:
-            self._helper.kill()
+        self._persisting.kill()
         self._listener.close()
         if self._script is not None:
             self._script.close()
@@ -116,33 +114,13 @@ class Solo:
                 if self._generation is not None:
                     self._smp.enter(self._generation)
             case protocol.PersistTold(order=order):
-                self._persist(order)
+                self._persisting.ordered(order, self._generation)
             case protocol.FaultTold(reason=reason):
                 _say(f"the world of one cannot go on: {reason}")
             case protocol.Announced(kind=kind, detail=detail):
                 _say(f"{kind} {detail}")
             case _:
                 pass
-
-    def _persist(self, order: PersistOrder) -> None:
-        known = self._order.number if self._order is not None else 0
-        self._order = order
-        if self._helper is not None and (order.result or not order.wanted):
-            self._helper.kill()
-            self._helper = None
-        elif order.wanted and order.number > known and self._generation is not None:
-            self._helper = PersistHelper(
-                self.options, self._generation, 0, self._smp.socket, order.number
-            )
-
-    def _mind_helper(self) -> None:
-        failure = self._helper.failure() if self._helper is not None else None
-        if self._helper is None or failure is None:
-            return
-        if failure:
-            state = protocol.HelperState(number=self._helper.number, state="failed", detail=failure)
-            self._smp.send(state)
-        self._helper = None
 
     # -------------------------------------------------------------------- scripts
 
@@ -191,6 +169,7 @@ class Solo:
         self._script = script
         self._number = max(self._number, floor)
         self._generation = self._next_generation(welcome)
+        self._persisting.leave()
         self._smp.enter(self._generation)
         env = config.RankEnv(
             job=self.options.job,

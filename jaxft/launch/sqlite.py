@@ -30,6 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from jaxft.errors import StoreError
+from jaxft.launch.filewatch import FileWatch
 from jaxft.launch.store import Entry, LeaseObserver, Pulse
 
 BUSY_S = 0.5
@@ -91,6 +92,7 @@ class SqliteStore:
 
     def __init__(self, path: Path, *, job: str, mounts: str | None = None) -> None:
         self.path = Path(os.path.realpath(path))
+        self._log = self.path.with_name(f"{self.path.name}-wal")
         self._job = job
         self._observer = LeaseObserver()
         self._look_s = 0.0  # when the leases have to be looked at again, monotonic
@@ -146,13 +148,16 @@ class SqliteStore:
 
     def changed(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
+        # Every commit is appended to the log.
+        watch = self._seen.watch = self._seen.watch or FileWatch(self._log, POLL_S)
         while True:
+            watch.clear()
             now_s = time.monotonic()
             if now_s >= self._look_s or self._moved():
                 return True
             if now_s >= deadline_s:
                 return False
-            time.sleep(min(POLL_S, deadline_s - now_s))
+            watch.wait(min(deadline_s, max(now_s, self._look_s)) - now_s)
 
     def lease(self, key: str, value: bytes, ttl_s: float) -> SqliteLease:
         assert ttl_s > 0
@@ -394,6 +399,7 @@ class _Seen(threading.local):
     and of this one, up to which the revision was still the same.
     """
 
+    watch: FileWatch | None = None
     revision: int | None = None
     writes: tuple[int, int] | None = None
 

@@ -64,6 +64,9 @@ _LINES: dict[str, tuple[str, Callable[[Event], str]]] = {
     "chosen": ("cyan", lambda e: f"restoring step {e['step']} from {SOURCES[e['source']]}"),
     "restored": ("green", lambda e: f"restored step {e['step']} in {_seconds(e, 'restore_s')}"),
     "aborted": ("yellow", lambda e: f"snapshot of step {e['step']} aborted: {e.get('reason', '')}"),
+    "held": ("red", lambda e: f"snapshots are held: {e['reason']}"),
+    "held_over": ("green", lambda e: "snapshots go on"),
+    "last_snapshot": ("cyan", lambda e: f"{e['host']} ends; last snapshot: {e['result']}"),
     "persisted": ("blue", lambda e: f"step {e['step']} is on storage"),
     "persist_failed": (
         "red",

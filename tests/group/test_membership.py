@@ -492,6 +492,68 @@ def test_fresh_ignores_memory_until_it_has_settled() -> None:
     assert not board.form().fresh
 
 
+# ------------------------------------------------------------------------------ lost memory
+
+
+def expected(board: Board) -> tuple[SnapshotId | None, int]:
+    """What the next generation is told that the store knows of."""
+    board.fault("agent_restarted", "host1")  # a loss, which is no failure in vain
+    board.acknowledge(*NAMES)
+    generation = board.form()
+    return generation.expected, generation.expected_step
+
+
+def test_the_next_world_is_told_what_the_store_knows_to_be_committed() -> None:
+    board = Board(*NAMES)
+    assert board.form().expected is None
+    board.put(f"{PROGRESS}1", Progress(step=30, snapshot=SnapshotId(1, 3, "n")))
+    assert expected(board) == (SnapshotId(1, 3, "n"), 30)
+    # A generation that never settles changes nothing, however many there are.
+    for _ in range(m.FAULTS_KEPT + 2):
+        assert expected(board) == (SnapshotId(1, 3, "n"), 30)
+
+
+def test_after_a_rollback_the_snapshots_that_were_left_are_not_expected() -> None:
+    board = Board(*NAMES)
+    board.form()
+    board.put(f"{PROGRESS}1", Progress(step=30, snapshot=SnapshotId(1, 3, "n")))
+    board.fault()
+    board.acknowledge(*NAMES)
+    board.form()
+    board.put(f"{PROGRESS}2", Progress(base=20, step=20, snapshot=SnapshotId(1, 2, "n")))
+    assert expected(board) == (SnapshotId(1, 2, "n"), 20)
+    board.put(f"{PROGRESS}3", Progress())  # the script did not restore
+    assert expected(board) == (None, -1)
+
+
+def test_nothing_is_expected_by_a_world_that_begins_anew() -> None:
+    board = Board(*NAMES)
+    board.put(f"{PROGRESS}1", Progress(step=30, snapshot=SnapshotId(1, 3, "n")))
+    board.put(NUMBER, 1)
+    for name in NAMES:
+        board.change(name, fresh=True)
+    generation = board.form()
+    assert (generation.number, generation.fresh, generation.expected) == (2, True, None)
+    assert expected(board) == (None, -1)  # it had not settled, so that the next one is fresh too
+    board.put(f"{PROGRESS}3", Progress())
+    assert expected(board) == (None, -1)
+
+
+def test_a_job_that_ends_since_nothing_is_recoverable_is_not_told_to_mend_its_script() -> None:
+    board = Board(*NAMES)
+    tail = "jaxft.errors.NothingRecoverable: snapshot 1.3 was committed and cannot be given back"
+    board.form()
+    assert isinstance(fail_again(board, None, lived_s=90.0, tail=tail), m.Form)
+    board.form()
+    end = fail_again(board, None, lived_s=90.0, tail=tail)
+    assert isinstance(end, m.Finish)
+    assert end.end.kind == "world"
+    assert "what was protected is lost" in end.reason
+    assert "NothingRecoverable" in end.reason
+    assert "script fails" not in end.reason
+    assert end.end.tail == tail
+
+
 # ------------------------------------------------------------------------------ failures in vain
 
 

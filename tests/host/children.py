@@ -115,21 +115,13 @@ def echo(hint: str) -> None:
             endpoint.send(address.decode(), payload)
 
 
-def half_a_frame(port: str) -> None:
-    """A bulk server that dies within an answer: a ZMTP peer by hand, up to half of the bytes.
-
-    The greeting and READY command are those of https://rfc.zeromq.org/spec/23/ (NULL mechanism).
-    """
+def half_a_piece(port: str) -> None:
+    """A bulk server that dies within an answer: it sends half of the bytes that it promised."""
     listener = socket.create_server(("127.0.0.1", int(port)))
     say(listener.getsockname()[1])
     connected, _ = listener.accept()
-    connected.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32))
-    ready = b"\x05READY" + b"\x0bSocket-Type" + (6).to_bytes(4, "big") + b"ROUTER"
-    connected.sendall(b"\x04" + bytes([len(ready)]) + ready)
-    while b"x" not in connected.recv(1 << 16)[-16:]:
-        pass
-    connected.sendall(b"\x01\x03\x92\x01\xa0" + b"\x02" + (1 << 20).to_bytes(8, "big"))
-    connected.sendall(bytes(1 << 19))
+    assert connected.recv(1 << 16).startswith(b"JXR1")
+    connected.sendall(b"JXA1" + bytes(4) + (1 << 20).to_bytes(8, "little") + bytes(1 << 19))
     say("half")
     sys.stdin.read()
 
@@ -206,7 +198,7 @@ if __name__ == "__main__":
         for role in (
             serve_bulk,
             echo,
-            half_a_frame,
+            half_a_piece,
             write_ledger,
             local_echo,
             local_half,

@@ -267,6 +267,17 @@ class _Rank:
     def staging_failed(self, seq: int, reason: str) -> None:
         self.client.say(p.StagingFailed(seq=seq, reason=reason), open_as="staged")
 
+    def missed(self, seq: int, step: int, reason: str) -> None:
+        self.client.say(p.Missed(seq=seq, step=step, reason=reason), open_as="missed")
+
+    def held(self) -> str:
+        return self.client.wait(
+            lambda: self.client.held or None, WAIT_S, "the word that it is held"
+        )
+
+    def not_held(self) -> None:
+        self.client.wait(lambda: not self.client.held or None, WAIT_S, "the word that it is over")
+
     def staged(self, seq: int) -> None:
         self.client.wait(lambda: self.client.staged_seq >= seq or None, WAIT_S, "staging")
 

@@ -285,3 +285,16 @@ def test_views_are_the_memory_itself() -> None:
     view[:] = 1
     assert int(arena.view(0, 8192).sum()) == 128
     arena.close()
+
+
+def test_pages_that_exist_are_mapped_without_changing_them() -> None:
+    arena = Arena.create("pages", 1 << 22)
+    arena.view(0, 1 << 22)[:] = 7
+    other = Arena.adopt(os.dup(arena.fd))
+    other.map_pages(5000, (1 << 22) - 5000)
+    other.map_pages(5000, (1 << 22) - 5000)
+    assert (other.view(0, 1 << 22) == 7).all()
+    with pytest.raises(ValueError, match="outside"):
+        other.map_pages(0, (1 << 22) + 1)
+    other.close()
+    arena.close()

@@ -17,6 +17,8 @@ from jaxft.group.messages import Directive, Envelope, RankOptions
 from jaxft.group.world import Code
 from jaxft.host import protocol as p
 from jaxft.host.client import SmpClient, greeting
+from jaxft.host.wire import ReadRequest, Refused
+from jaxft.host.wire_zmq import ZmqNetwork
 from tests.host.ranks import WAIT_S
 from tests.host.world import World, segments, until
 
@@ -62,6 +64,22 @@ def test_without_an_agent_it_ends_after_a_while(make_hosts):
     hosts[0].reaped()
     assert time.monotonic() - began_s >= 0.3
     assert "no agent for" in hosts[0].log()
+
+
+def test_without_an_agent_and_its_socket_it_ends_soon(make_hosts):
+    """Nobody can find it any more: its memory would be held for `orphan_s` in vain."""
+    hosts = make_hosts(2)
+    kept, lost = hosts
+    (lost.directory / "smp.sock").unlink()
+    lost.process.join(0.5)
+    assert lost.process.is_alive()  # it has an agent
+    for host in hosts:
+        host.leave()
+    began_s = time.monotonic()
+    lost.reaped()
+    assert time.monotonic() - began_s < 2
+    assert kept.process.is_alive()
+    assert "this SMP ends" in lost.log()
 
 
 def test_a_stop_ends_it_within_five_seconds_whatever_hangs_case_42(make_hosts, tmp_path):
@@ -225,15 +243,18 @@ def test_what_is_no_message_on_the_peers_sockets_changes_nothing(world):
         push.send_multipart([b"two", b"frames"])
         for changes in changed:
             push.send(msgspec.msgpack.encode(msgspec.structs.replace(envelope, **changes)))
-        with context.socket(zmq.DEALER) as dealer:
-            dealer.connect(bulk)
-            dealer.send(b"garbage")
-            dealer.send_multipart([b"two", b"frames"])
-            dealer.send(msgspec.msgpack.encode((7, b"no such key", 0, 10)))
-            assert dealer.poll(int(WAIT_S * 1000))
-            number, refused = msgspec.msgpack.decode(dealer.recv_multipart()[0])
-            assert (number, refused) == (7, "not here")
-            dealer.send(bytes(1 << 20))
+    for garbage in (b"garbage" * 1000, b"JXR1" + b"\xff" * 4, b"JXR1\x05\0\0\0hello"):
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.settimeout(WAIT_S)
+            raw.connect(bulk.removeprefix("ipc://"))
+            with contextlib.suppress(ConnectionError):
+                raw.sendall(garbage)
+                assert raw.recv(100) == b""
+    request = ReadRequest(bulk, b"no such key", 0, 10, None)
+    network = ZmqNetwork()
+    answers = list(network.reader().read_many([request], peer_s=WAIT_S, deadline_s=WAIT_S))
+    network.close()
+    assert answers == [(None, Refused("not here"))]
     still_good(world)
 
 

@@ -115,6 +115,29 @@ def test_a_host_outside_of_the_world_gives_what_it_holds(make_hosts):
     assert world.save(0, 8, segments(2)).ok
 
 
+class _Unheard(World):
+    """The agents of the holders are cut off from the store: they know nothing of this world."""
+
+    def enter(self, host: Host) -> None:
+        if host not in self.holders:
+            super().enter(host)
+
+
+def test_an_smp_whose_agent_is_cut_off_gives_what_it_holds(make_hosts):
+    """Its old rank trains on until the root invites the SMP, which kills it before it answers."""
+    hosts = make_hosts(4)
+    world = World(hosts, 1, XOR)
+    world.restore()
+    datas = segments(4)
+    assert world.save(0, 7, datas).ok
+    trains_on = world.ranks[2]
+    hosts[3].lose()
+    world = _Unheard(hosts[:2], 2, XOR, holders=[hosts[2]], kill=False)
+    assert world.restore(datas).source == "rebuilt"
+    assert not trains_on.alive
+    assert world.save(0, 8, segments(2)).ok
+
+
 def test_worlds_that_shrink_and_grow_keep_every_byte(make_hosts):
     hosts = make_hosts(4)
     world = World(hosts, 1, TWO)

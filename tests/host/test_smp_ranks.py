@@ -184,20 +184,22 @@ def test_an_smp_that_stands_still_aborts_the_snapshot_and_is_named(make_hosts):
     world.restore()
     kept = segments(4)
     assert world.save(0, 0, kept).ok
-    world.begin(1, 1, segments(4, 1))
-    outcome = world.ranks[0].answer() or world.ranks[0].do("outcome", 1)
+    for rank, data in zip(world.ranks, segments(4, 1), strict=True):
+        rank.do("want", 1, 1, len(data))
+    # It stands still from before it grants the slot on, so its rank asks for nothing yet.
+    for place in (0, 1, 3):
+        world.ranks[place].do("put", 1, segments(4, 1)[place])
+    outcome = world.ranks[0].do("outcome", 1)
     assert "host h2: its SMP has not answered" in outcome.reason
     told = hosts[0].until(p.Announced, kind="aborted")
     assert "h2" in told.detail["reason"]
     hosts[2].signal(signal.SIGCONT)
-    for rank in world.ranks[1:]:
-        rank.answer()
     assert world.outcome(1) == outcome
     assert world.save(2, 2, kept).ok
 
 
-def test_an_smp_that_stands_still_and_lacks_an_outcome_is_a_fault_that_names_it(make_hosts):
-    """The next snapshot cannot be decided before it knows, so others must not wait for ever."""
+def test_an_smp_that_stands_still_and_lacks_an_outcome_holds_snapshots_and_is_named(make_hosts):
+    """The next snapshot cannot be decided before it knows, so others must not wait for it."""
     hosts = make_hosts(4, "--silence-s", "0.6", faults="smp.outcome:host=h2,seq=0=stop")
     world = World(hosts, 1, CODES[0])
     world.restore()
@@ -207,11 +209,66 @@ def test_an_smp_that_stands_still_and_lacks_an_outcome_is_a_fault_that_names_it(
     for place in (0, 1, 3):
         assert world.ranks[place].do("outcome", 0).ok
         world.ranks[place].do("want", 1, 1, 1000)
-    fault = hosts[0].until(p.FaultTold)
-    assert fault.host == "h2"
-    assert "does not know the outcome of snapshot 0" in fault.reason
+    for place in (0, 1, 3):
+        held = world.ranks[place].do("held")
+        assert "host h2 is not known to have heard of snapshot 0" in held
+    told = hosts[0].until(p.Announced, kind="held")
+    assert told.detail["reason"] == held
     hosts[2].signal(signal.SIGCONT)
-    assert World(hosts, 2, CODES[0]).restore(kept).step == 0
+    assert world.ranks[2].do("outcome", 0).ok
+    for rank in world.ranks:
+        rank.do("not_held")
+    hosts[0].until(p.Announced, kind="held_over")
+    kept = segments(4, 1)
+    assert world.save(1, 1, kept).ok
+    assert not any(isinstance(one, p.FaultTold) for host in hosts for one in host.listen())
+    assert World(hosts, 2, CODES[0]).restore(kept).step == 1
+
+
+def test_a_root_that_stands_still_holds_snapshots_on_every_other_host(make_hosts):
+    hosts = make_hosts(4, "--silence-s", "0.6", faults="smp.outcome:host=h0,seq=0=stop")
+    world = World(hosts, 1, CODES[0])
+    world.restore()
+    world.begin(0, 0, segments(4))
+    world.put()
+    for rank in world.ranks[1:]:
+        assert "has not heard that of h0, the root" in rank.do("held")
+    for host in hosts[1:]:
+        assert host.until(p.Announced, kind="held").detail["host"] == host.name
+    hosts[0].signal(signal.SIGCONT)
+    for rank in world.ranks[1:]:
+        rank.do("not_held")
+    assert world.outcome(0).ok
+    assert world.save(1, 1, segments(4, 1)).ok
+
+
+def test_a_rank_that_joins_an_smp_started_again_is_told_that_nothing_is_held_any_more(make_hosts):
+    hosts = make_hosts(4, "--silence-s", "0.6")
+    world = World(hosts, 1, CODES[0])
+    world.restore()
+    assert world.save(0, 0, segments(4)).ok
+    hosts[0].signal(signal.SIGSTOP)
+    world.ranks[1].do("held")
+    hosts[1].kill()
+    hosts[0].signal(signal.SIGCONT)
+    world.restart(hosts[1])
+    world.ranks[1].do("not_held")
+    assert world.save(1, 1, segments(4, 1)).ok
+
+
+def test_a_snapshot_that_a_rank_has_missed_is_aborted_and_names_it(make_hosts):
+    hosts = make_hosts(4)
+    world = World(hosts, 1, CODES[0])
+    world.restore()
+    assert world.save(0, 0, segments(4)).ok
+    for place in (0, 1, 3):
+        world.ranks[place].do("want", 1, 4, 1000)
+    world.ranks[2].do("missed", 1, 7, "it was held")
+    outcome = world.outcome(1)
+    assert outcome.reason == "host h2: rank 2 let step 7 pass: it was held"
+    # It counts as the last of its steps, so that all have the next one before them.
+    assert (outcome.ok, outcome.step) == (False, 7)
+    assert world.save(2, 8, segments(4, 2)).ok
 
 
 def test_an_smp_that_stands_still_in_a_recovery_is_a_fault_that_names_it(make_hosts):

@@ -94,11 +94,6 @@ class Transport:
         self.network.close()
 
 
-@pytest.fixture(autouse=True)
-def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jaxft.host.wire_zmq._RETRY_S", 0.2)
-
-
 @pytest.fixture(params=["ipc", "tcp", "inprocess"])
 def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
     network = InProcessNetwork() if request.param == "inprocess" else ZmqNetwork()
@@ -589,9 +584,9 @@ def test_a_server_that_hangs_is_named_and_the_others_go_on(remote: Transport) ->
             )
 
 
-def test_a_peer_killed_in_the_middle_of_a_frame_case_26() -> None:
+def test_a_peer_killed_in_the_middle_of_a_piece_case_26() -> None:
     network = ZmqNetwork()
-    with child("half_a_frame", 0) as peer:
+    with child("half_a_piece", 0) as peer:
         address = f"tcp://127.0.0.1:{peer.line()}"
         reading = network.reader().read_many(
             [ReadRequest(address, b"x", 0, MIB, 0)], peer_s=1.0, deadline_s=DEADLINE_S

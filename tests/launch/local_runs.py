@@ -42,7 +42,7 @@ class Run:
 
     Args:
         options: of the command line; the job's name is "j".
-        command: of the ranks; by default one that obeys files in `base`.
+        command: of the ranks, "BASE" for `base`; by default one that obeys files in it.
         env: more environment variables.
     """
 
@@ -52,7 +52,13 @@ class Run:
         self.seen: list[Event] = []
         self._reader = EventReader(self.base / "events")
         (self.base / "events").mkdir()
-        self.command = command or (sys.executable, "-S", "-c", RANK, str(self.base))
+        self.command = tuple(str(self.base) if one == "BASE" else one for one in command) or (
+            sys.executable,
+            "-S",
+            "-c",
+            RANK,
+            str(self.base),
+        )
         self.out = (self.base / "out").open("w+")
         self.err = (self.base / "err").open("w+")
         self.environ = {

@@ -10,14 +10,17 @@ import msgspec
 import pytest
 
 from jaxft.errors import JobInUse
+from jaxft.group.manifest import SnapshotId
 from jaxft.group.records import (
     END,
     FAULT,
     HOST,
     NUMBER,
+    PROGRESS,
     Fault,
     HostRecord,
     JobEnd,
+    Progress,
     read_view,
 )
 from jaxft.group.world import Member, encode
@@ -118,6 +121,19 @@ def test_what_an_ended_run_left_is_cleared_and_numbers_go_on(store: Store) -> No
     clear_ended_run(store)
     assert set(store.read()) == {NUMBER}
     assert read_view(store.read()).next_number == 7
+
+
+@pytest.mark.parametrize("kind", ["script", "world", "finished"])
+def test_what_a_failed_run_had_protected_stays_on_record(store: Store, kind: str) -> None:
+    end = JobEnd(kind=kind, reason="")
+    newest = Progress(step=30, snapshot=SnapshotId(6, 3, "n"))
+    older = Progress(step=20, snapshot=SnapshotId(5, 2, "n"))
+    put = {END: end, f"{PROGRESS}5": older, f"{PROGRESS}6": newest, NUMBER: 6}
+    store.commit({}, {key: encode(value) for key, value in put.items()})
+    clear_ended_run(store)
+    view = read_view(store.read())
+    assert view.progress == ({} if kind == "finished" else {6: newest})
+    assert (view.end, view.next_number) == (None, 7)
 
 
 def test_a_probe_tells_a_listening_smp_from_a_dead_one(tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ class Ranks:
         *,
         steps: int,
         code: Code,
-        every: int = 1,
+        every: int | dict[str, float] = 1,
         ranks: int = 1,
         devices: int = 2,
         fresh: bool = False,

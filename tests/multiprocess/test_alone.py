@@ -94,6 +94,44 @@ def test_a_notebook_fails_in_a_cell_and_goes_on_in_the_next(environ):
     until_gone(environ)
 
 
+PERSISTS = """
+import os, signal, sys, time
+import jax.numpy as jnp
+import jaxft
+fallback = jaxft.OrbaxFallback(sys.argv[1], every=1)
+with jaxft.Snapshotter(every=1, job="j", fallback=fallback) as snapshotter:
+    restored = snapshotter.restore({"x": jnp.arange(8.0)})
+    step = restored.step if restored is not None else 0
+    persisted, deadline_s = [], time.monotonic() + 40
+    while not persisted and time.monotonic() < deadline_s:
+        step += 1
+        receipt = snapshotter.save(step, {"x": jnp.arange(8.0)})
+        receipt.protected.result(30)
+        receipt.persisted.add_done_callback(
+            lambda one: one.exception() or persisted.append(one.result())
+        )
+    print("persisted", persisted, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_every_life_of_a_script_persists(environ, tmp_path):
+    for life in range(2):
+        script = subprocess.run(
+            [sys.executable, "-c", PERSISTS, str(tmp_path / "checkpoints")],
+            cwd=ROOT,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=WAIT_S,
+        )
+        assert script.stdout.startswith("persisted ["), f"{life}: {script.stdout}{script.stderr}"
+        assert "[]" not in script.stdout, f"life {life}"
+    for pid in keepers(environ):
+        os.kill(pid, signal.SIGTERM)
+    until_gone(environ)
+
+
 def test_two_scripts_with_one_job_name_do_not_share_it(environ):
     first = start(environ, "wait@1")
     assert first.stdout is not None

@@ -18,7 +18,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxft
+from jaxft.group.messages import Outcome
 from jaxft.group.world import Code
+from jaxft.host import protocol as p
 from tests.device.snapshots import assert_same
 from tests.multiprocess.jax_world import WAIT_S, generation_of
 from tests.multiprocess.lone import Lone
@@ -153,6 +155,52 @@ def test_a_save_waits_no_longer_than_it_may(make_lone) -> None:
     undecided.protected.result(WAIT_S)
     snapshotter.save(5, state_of(5)).protected.result(WAIT_S)
     assert restored_step(lone) == 5
+
+
+def test_a_save_that_waits_goes_on_without_when_snapshots_are_held(
+    make_lone, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The SMP stands still; what it would say of a host that it does not hear is said for it."""
+    lone = make_lone()
+    snapshotter = lone.open(every=1)
+    snapshotter.save(1, state_of(1)).protected.result(WAIT_S)
+    os.kill(lone.host.process.pid, signal.SIGSTOP)
+    undecided = snapshotter.save(2, state_of(2))
+    began_s = time.monotonic()
+    held = p.HeldTold(reason="host h7 is not heard")
+    timer = threading.Timer(0.3, snapshotter.client._take, (held, ()))
+    timer.start()
+    passed = [snapshotter.save(step, state_of(step)) for step in (3, 4, 5)]
+    timer.join()
+    assert time.monotonic() - began_s < 5.0
+    assert passed[0].wait_s > 0.2
+    for receipt in passed:
+        assert (receipt.id, receipt.skipped) == (None, None)
+        with pytest.raises(jaxft.SnapshotAborted, match=rf"step {receipt.step}: .*h7 is not heard"):
+            receipt.protected.result(0)
+    assert "h7 is not heard" in str(passed[1].last_failure)
+    with pytest.raises(jaxft.SnapshotAborted, match=r"no slot yet: host h7"):
+        undecided.protected.result(WAIT_S)
+    assert caplog.text.count("no snapshot can be protected for now, training goes on") == 1
+    snapshotter.client._take(p.HeldTold(reason=""), ())
+    os.kill(lone.host.process.pid, signal.SIGCONT)
+    snapshotter.save(6, state_of(6)).protected.result(WAIT_S)
+    assert "snapshots go on" in caplog.text
+    assert restored_step(lone) == 6
+
+
+def test_a_snapshot_that_was_aborted_before_it_began_here_is_the_next_ones_last_failure(
+    make_lone,
+) -> None:
+    lone = make_lone()
+    snapshotter = lone.open(every=2)
+    snapshotter.save(1, state_of(1)).protected.result(WAIT_S)
+    aborted = Outcome(seq=1, step=3, ok=False, reason="host h7: leaf w", interval=2)
+    snapshotter.client._take(p.OutcomeTold(outcome=aborted), ())
+    receipt = snapshotter.save(3, state_of(3))
+    assert receipt.skipped == "the next snapshot is due at step 5"
+    with pytest.raises(jaxft.SnapshotAborted, match=r"step 3: snapshot 1 .* host h7: leaf w"):
+        raise receipt.last_failure or AssertionError
 
 
 def test_slots_that_do_not_fit_are_refused_before_training_case_41(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,22 @@ def test_a_rank_dies_at_every_phase_and_training_is_undisturbed_case_20_21_24(jo
     assert (told["source"], told["digest"]) == ("rebuilt", truth[told["step"]])
     assert digests(ranks).items() <= truth.items()
     assert [ranks.said(rank, "done")[0]["latest"] for rank in range(4)] == [12] * 4
+
+
+def test_all_ranks_take_their_snapshots_at_the_intervals_of_a_budget(job: Job) -> None:
+    hosts = job.add_hosts("h0", "h1")
+    options = {"code": Code(data=1, parity=1), "every": {"overhead": 0.05}, "devices": 1}
+    ranks = job.run(hosts, steps=90, fresh=True, **options)
+    ranks.finish()
+    first, second = (
+        [one["step"] for one in ranks.said(rank, "stepped") if one["skipped"] is None]
+        for rank in range(2)
+    )
+    assert first == second
+    assert first[:5] == [1, 11, 21, 31, 41]
+    intervals = [after - before for before, after in itertools.pairwise(first)]
+    for before, after in itertools.pairwise(intervals):
+        assert max(1, before // 2) <= after <= 2 * before + 1
 
 
 def test_worlds_of_other_sizes_names_and_orders_case_19_22(job: Job) -> None:

@@ -1,7 +1,8 @@
 """A small training job, run as a rank of a world by `jax_world.Ranks`. What happens goes, as one
 JSON object a line, to the file that the argument names.
 
-The argument is JSON: `out` (the file), `steps` (train up to this step), `every`, and `devices`.
+The argument is JSON: `out` (the file), `steps` (train up to this step), `every` (steps, or the
+options of an `Auto`), and `devices`.
 """
 
 from __future__ import annotations
@@ -127,7 +128,9 @@ def main() -> None:
     digest = make_digest(mesh)
     step_fn = make_step(jax.tree.map(lambda leaf: leaf.sharding, state))
     start = position = 0
-    with jaxft.Snapshotter(every=options["every"], timeout_s=60.0) as snapshotter:
+    every = options["every"]
+    every = jaxft.Auto(**every) if isinstance(every, dict) else every
+    with jaxft.Snapshotter(every=every, timeout_s=60.0) as snapshotter:
         owned = snapshotter._plans.get(state).ranges
         whole = sum(leaf.nbytes for leaf in jax.tree.leaves({**state, "key": np.zeros(2, "u4")}))
         say("planned", owned=sum(one.nbytes for one in owned), whole=whole)

@@ -1,6 +1,6 @@
 """A small language for scenarios: a calm job whose every fault is placed by hand.
 
-    stage = Stage(hosts=3, code="2+1")
+    stage = Stage(hosts=3, code="2+1")  # agents=True: with a store, and with production agents
     stage.commits(2)                    # until two more snapshots were told protected
     stage.rank("b").stop()              # SIGSTOP
     stage.until(stage.writing("c"))     # until a rank of c is in the middle of its slot
@@ -27,6 +27,7 @@ from tests.sim.oracle import Oracle
 from tests.sim.rank import Rank
 from tests.sim.simulator import Setup, Simulator
 from tests.sim.smp import Coding
+from tests.sim.store import Store
 
 WITHIN_S = 10.0
 Condition = Callable[[], bool]
@@ -62,7 +63,9 @@ class Stage:
         hosts_min: int = 2,
         ranks: int = 1,
         every_steps: int = 3,
+        every_s: float = 0.0,
         persist_every: int = 0,
+        agents: bool = False,
     ) -> None:
         setup = Setup(
             hosts=hosts + spares,
@@ -71,7 +74,9 @@ class Stage:
             code=Code.parse(code),
             ranks=ranks,
             every_steps=every_steps,
+            every_s=every_s,
             persist_every=persist_every,
+            agents=agents,
         )
         self.sim = Simulator(setup)
         self.sim.start()
@@ -97,6 +102,9 @@ class Stage:
         self.sim.stuck.clear()
         self.sim.blocked.clear()
         self.sim.held.clear()
+        if isinstance(self.sim.oracle, Store):
+            self.sim.oracle.cut_off.clear()
+            self.sim.oracle.come_back()
         for machine in self.sim.machines:
             if machine.paused:
                 machine.wake()
@@ -124,6 +132,22 @@ class Stage:
     def base(self) -> SnapshotId | None:
         """What the newest generation goes on from."""
         return self.sim.checker.bases[self.number]
+
+    @property
+    def store(self) -> Store:
+        """With agents: the store."""
+        assert isinstance(self.sim.oracle, Store)
+        return self.sim.oracle
+
+    def members(self) -> str:
+        """The hosts of the newest generation."""
+        assert self.sim.generation is not None
+        return "".join(member.host for member in self.sim.generation.hosts)
+
+    def keep(self, kept: bool, rule: str, text: str) -> None:
+        """Something that no invariant says, and that is promised all the same."""
+        if not kept:
+            self.sim.checker.fail(rule, text)
 
     # ------------------------------------------------------------------ conditions
 
@@ -215,6 +239,13 @@ class Stage:
 
     def cut(self, one: str, other: str) -> None:
         self.sim.blocked.add(frozenset((one, other)))
+
+    def cut_store(self, *names: str) -> None:
+        """These hosts cannot reach the store."""
+        self.store.cut_off.update(names)
+
+    def reach_store(self, *names: str) -> None:
+        self.store.cut_off.difference_update(names)
 
     def die_before(self, name: str, effect: Callable[[e.Effect], bool]) -> None:
         """The SMP of this host dies just before it performs such an effect."""

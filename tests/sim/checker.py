@@ -7,6 +7,7 @@
     I4      nothing of an older generation takes effect
     I6      restored bytes are the saved ones, and a ledger does not say more than there is
     storm   the number of messages a second has a limit
+    world   no two generations train at the same time
 
 The budget: between two commits a run loses at most `parity` hosts (or fragments) of every group.
 What a plan gives is decided by the production `choose` over the ledgers of the hosts that are left,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from tests.sim.simulator import Simulator
 
 PATTERNS_MAX = 4
+WAKING_S = 0.6
 
 
 class Violation(AssertionError):
@@ -62,6 +64,7 @@ class Checker:
         self.bases: dict[int, SnapshotId | None] = {}
         self.settled: dict[int, set[str]] = {}
         self.went_on: dict[int, SnapshotId | None] = {}
+        self.trains = 0
         self.absent: dict[SnapshotId, set[str]] = {}
         self.damaged: set[tuple[SnapshotId, str]] = set()
         self.announced: list[tuple[str, Mapping[str, str | int | float]]] = []
@@ -101,6 +104,9 @@ class Checker:
         self.worlds[identity] = World.of(generation)
 
     def on_told(self, outcome: Outcome, identity: SnapshotId) -> None:
+        """A rank hears of it; one that wakes up, perhaps of a branch that the job has left."""
+        if abandoned(identity, self.bases) is not None:
+            return
         if outcome.ok and (self.told is None or self.told < identity):
             self.told = identity
             self.told_commits.append(identity)
@@ -226,7 +232,13 @@ class Checker:
         if self.newest is None or self.newest.generation < number:
             self.newest = base
         if base is not None:
-            here = self.arenas[number].keys()
+            # A holder that has not entered has not said what it holds.
+            ledgers = {one.name: one.memory.ledger for one in self.sim.machines if one.memory}
+            here = {
+                name
+                for name in self.arenas[number]
+                if name in ledgers and ledgers[name].generation == number
+            }
             away = self.absent.setdefault(base, set())
             away |= self.by_arena(base).keys() - here
 
@@ -284,6 +296,32 @@ class Checker:
         states = {one.restored for one in ranks}
         if len(states) != 1:
             self.fail("I2", f"ranks of generation {number} go on from {states}")
+
+    # ------------------------------------------------------------------ one world
+
+    def on_step(self, generation: Generation) -> None:
+        """A rank of this generation has taken a step. Its world can only take one while all of its
+        ranks live. A host that wakes up after a long pause has a moment to kill its own."""
+        number = generation.number
+        if number > self.trains:
+            others = {rank.generation.number: rank.generation for rank in self.sim.ranks()}
+            for other in others.values():
+                if other.number < number and self._may_train(other):
+                    self.fail("world", f"generation {number} trains, {other.number} does as well")
+            self.trains = number
+        elif number < self.trains and self._may_train(generation):
+            self.fail("world", f"generation {number} still trains, {self.trains} does already")
+
+    def _may_train(self, generation: Generation) -> bool:
+        there = [
+            rank
+            for rank in self.sim.ranks()
+            if rank.generation is generation
+            and rank.alive
+            and not (rank.stopped or rank.machine.paused)
+            and self.sim.now - rank.machine.woke_at_s > WAKING_S
+        ]
+        return len(there) == generation.rank_count and all(rank.running for rank in there)
 
     # ------------------------------------------------------------------ I1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ class Machine:
         self.arenas = 0
         self.paused = False
         self.paused_at_s = 0.0
+        self.woke_at_s = -math.inf
         self.kill_s = 0.005
         self.copy_s = 0.05
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -143,6 +145,7 @@ class Machine:
     def wake(self) -> None:
         self.sim.log(self.name, "host wakes up")
         self.paused = False
+        self.woke_at_s = self.sim.now
         backlog, self.backlog = self.backlog, []
         self.sim.oracle.woke(self, self.sim.now - self.paused_at_s)
         for action, args in backlog:
@@ -240,10 +243,8 @@ class Helper:
         self.sim.at(self.sim.soon(0.05, 0.4), self._wrote, identity, step, tokens[0])
 
     def _wrote(self, identity: SnapshotId, step: int, token: int) -> None:
-        """The last host's part makes the checkpoint, if its generation is still the store's."""
-        if not self.alive or self.generation is not self.sim.generation:
-            return
-        if self.generation is None:
+        """The last host's part makes the checkpoint."""
+        if not self.alive or self.generation is None:
             return
         hosts = self.sim.written.setdefault(identity, set())
         hosts.add(self.machine.name)

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from random import Random
 
+from jaxft.group import events as e
 from jaxft.group.world import Code
 from tests.sim.checker import Violation
 from tests.sim.machine import Machine
 from tests.sim.memory import PIECES
 from tests.sim.rank import Rank
 from tests.sim.simulator import Setup, Simulator
+from tests.sim.store import Store
 
 COMMITS = 2
 PEACE_S = 25.0
@@ -27,11 +29,14 @@ LARGE = ((7, "3+1"), (8, "2+2"), (8, "3+1"), (7, "2+1"))
 
 def setup_of(random: Random) -> Setup:
     hosts, code = random.choice(CODES if random.random() < 0.93 else LARGE)
-    spares = random.choice((0, 0, 0, 1))
+    agents = random.random() < 0.5
+    spares = random.choice((0, 0, 1) if agents else (0, 0, 0, 1))
+    # With a spare that may go on alone, a world that is cut off could live on beside the next.
+    least = 1 if agents and spares else 2
     return Setup(
         hosts=hosts + spares,
         hosts_max=hosts,
-        hosts_min=max(2, hosts - random.choice((1, 1, 2))),
+        hosts_min=max(least, hosts - random.choice((1, 1, 2, 6, 6))),
         code=Code.parse(code),
         ranks=random.choice((1, 1, 1, 2)),
         every_steps=random.choice((1, 2, 3)),
@@ -42,7 +47,8 @@ def setup_of(random: Random) -> Setup:
         slow=random.choice((0.0, 0.05, 0.2)),
         calm=False,
         check_budget=random.random() < 0.9,
-        agents=random.random() < 0.5,
+        agents=agents,
+        overhead=random.choice((0.0, 0.0, 0.0, 0.0, 0.3)),
     )
 
 
@@ -53,6 +59,7 @@ class Chaos:
         self.sim = sim
         self.random = sim.random
         self.over = False
+        self.agents = isinstance(sim.oracle, Store)
 
     def fault(self) -> None:
         kinds: list[Callable[[Machine], None]] = [
@@ -69,6 +76,8 @@ class Chaos:
             self.cut,
             self.isolate,
             self.damage,
+            self.want_snapshot,
+            *([self.cut_store, self.divide, self.outage] if self.agents else []),
         ]
         machines = self.sim.up()
         if machines and not self.over:
@@ -159,10 +168,45 @@ class Chaos:
         others = [one.name for one in self.sim.machines if one is not machine]
         self._block([frozenset((machine.name, other)) for other in others])
 
-    def _block(self, pairs: list[frozenset[str]]) -> None:
+    def _block(self, pairs: list[frozenset[str]], *, most_s: float = 3.0) -> None:
         self.sim.log("*", f"network cut: {' '.join('-'.join(sorted(pair)) for pair in pairs)}")
         self.sim.blocked.update(pairs)
-        self._later(0.2, 3.0, lambda: self.sim.blocked.difference_update(pairs))
+        self._later(0.2, most_s, lambda: self.sim.blocked.difference_update(pairs))
+
+    def cut_store(self, machine: Machine) -> None:
+        """This host cannot reach the store, or some cannot."""
+        names = {machine.name}
+        if self.random.random() < 0.5:
+            count = self.random.randrange(len(self.sim.machines))
+            names |= {one.name for one in self.random.sample(self.sim.machines, count)}
+        self._cut_store(names)
+
+    def divide(self, machine: Machine) -> None:
+        """The network falls in two: the world on one side, on the other the store and who waits."""
+        if self.sim.generation is not None:
+            names = {member.host for member in self.sim.generation.hosts}
+            others = {one.name for one in self.sim.machines} - names
+            pairs = [frozenset((name, other)) for name in sorted(names) for other in sorted(others)]
+            self._block(pairs, most_s=6.0)
+            self._cut_store(names)
+
+    def _cut_store(self, names: set[str]) -> None:
+        store = self.sim.oracle
+        assert isinstance(store, Store)
+        self.sim.log("*", f"cut off from the store: {' '.join(sorted(names))}")
+        store.cut_off |= names
+        self._later(0.2, 6.0, lambda: store.cut_off.difference_update(names))
+
+    def outage(self, machine: Machine) -> None:
+        store = self.sim.oracle
+        assert isinstance(store, Store)
+        store.go_away()
+        self._later(0.2, 4.5, store.come_back)
+
+    def want_snapshot(self, machine: Machine) -> None:
+        """Out of turn."""
+        if machine.smp is not None:
+            machine.smp.deliver(e.TurnWanted("chaos"))
 
     def damage(self, machine: Machine) -> None:
         if machine.memory is not None and self._spare(machine):
@@ -177,6 +221,9 @@ class Chaos:
         self.sim.log("*", "no more faults")
         self.sim.odd_plans = self.sim.staging_fails = self.sim.grants_fail = 0.0
         self.sim.blocked.clear()
+        if isinstance(self.sim.oracle, Store):
+            self.sim.oracle.cut_off.clear()
+            self.sim.oracle.come_back()
         for machine in self.sim.machines:
             self.wake(machine)
             self.bring_back(machine)
@@ -208,7 +255,9 @@ def _run(sim: Simulator, random: Random) -> None:
         at_s += random.choice((random.uniform(0.0, 0.3), random.uniform(0.3, 1.5)))
         sim.at(at_s, chaos.fault)
     sim.start()
-    sim.run(at_s + 0.7)
+    # Long enough, now and then, for a world that is cut off from the store to come to its end.
+    long = chaos.agents and random.random() < 0.2
+    sim.run(at_s + (4.5 if long else 0.7))
     chaos.heal()
     before, messages, since_s = len(sim.checker.told_commits), sim.messages, sim.now
     if not sim.run(sim.now + PEACE_S, lambda: len(sim.checker.told_commits) >= before + COMMITS):

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxft.group import events as e
 from jaxft.group.manifest import Manifest, Part, SnapshotId
-from jaxft.group.messages import Damage, Outcome, Plan, RankOptions
+from jaxft.group.messages import Damage, Measured, Outcome, Plan, RankOptions
 from jaxft.group.world import Generation
+from jaxft.schedule import Await, AwaitTurn, Begin, Missed, Schedule
 from tests.sim.memory import PIECES, checks, checksums
 
 if TYPE_CHECKING:
@@ -70,15 +71,17 @@ class Rank:
         self.running = False
         self.asked = -1
         self.known = -1
-        self.last_step = 0
-        self.intervals: dict[int, int] = {}
+        self.schedule = Schedule()
+        self.held = ""
         self.saving: State | None = None
+        self.saving_call = 0
         self.digest = ""
         self.staged = False
         self.blocked = False
         self.writer: Writer | None = None
         self.part: e.PartStaged | None = None
         self.failed: e.StagingFailed | None = None
+        self.missed: e.SnapshotMissed | None = None
         self.later(self.sim.soon(0.02, 0.3), self._join)
 
     # ------------------------------------------------------------------ living and dying
@@ -146,7 +149,7 @@ class Rank:
         """To an SMP that was started again: what is still open."""
         if self.saving is not None:
             self._ask()
-        for said in (self.part, self.failed):
+        for said in (self.part, self.failed, self.missed):
             if said is not None:
                 self._tell(said)
 
@@ -155,6 +158,7 @@ class Rank:
         return RankOptions(
             every_steps=setup.every_steps,
             every_s=setup.every_s,
+            overhead=setup.overhead,
             persist_every=setup.persist_every,
             storage=tuple(self.sim.storage),
         )
@@ -183,6 +187,15 @@ class Rank:
                     self.staged = True
             case e.TellOutcome(outcome):
                 self._outcome(outcome)
+            case e.TellHeld(reason):
+                self.held = reason
+                self._go_on()
+            case e.TellTurn(turn):
+                answer, missed = self.schedule.hear(turn)
+                if answer is not None:
+                    self._tell(e.TurnAnswered(self.number, answer.number, answer.call))
+                self._miss(missed)
+                self._go_on()
 
     # ------------------------------------------------------------------ restoring
 
@@ -193,6 +206,10 @@ class Rank:
         if self.plan is not None and self.plan.attempt == plan.attempt:
             return
         self.plan = plan
+        if (self.generation.number, self.number) in self.sim.skipping:
+            self.state = State(0, 0)
+            self._tell(e.RankRestored(self.number, plan.attempt, "skipped"))
+            return
         places = [
             place
             for place in range(len(plan.world.hosts))
@@ -263,51 +280,77 @@ class Rank:
         if self.running or self.state is None:
             return
         self.running = True
-        self.intervals[1] = interval
+        self.schedule.first_interval = interval
+        self.schedule.enter()
         self._save()
 
     # ------------------------------------------------------------------ training and saving
 
     def do_step(self) -> None:
         assert self.state is not None
+        self.sim.checker.on_step(self.generation)
         self.state = State(self.generation.number, self.state.step + 1)
+        self.schedule.enter()
         self._save()
 
-    def _due(self, seq: int) -> bool:
-        assert self.state is not None
-        if seq == 0:
-            return True
-        if seq not in self.intervals:
-            self.sim.checker.fail("I2", f"rank {self.number} does not know when {seq} is due")
-        return self.state.step >= self.last_step + self.intervals[seq]
-
     def _save(self) -> None:
-        """The call of `save` after each step. One that is due waits for the last outcome, and for
-        its own writer."""
-        seq = max(self.asked, self.known) + 1
-        self.blocked = False
-        if self._due(seq):
-            if self.known < seq - 1 or self.writer is not None:
-                self.blocked = True
+        """The call of `save` after each step. One that is due waits for its own writer and for the
+        last outcome, unless snapshots are held."""
+        assert self.state is not None
+        step = self.state.step
+        seq = self.schedule.seq
+        if seq >= 2 and seq - 2 not in self.schedule.outcomes:
+            self.sim.checker.fail("I2", f"rank {self.number} does not know when {seq} is due")
+        self.blocked = self.schedule.is_due(step) and self.writer is not None
+        if self.blocked:
+            return
+        match self.schedule.decide(step, held=bool(self.held)):
+            case AwaitTurn():
+                if not self.held:
+                    self.blocked = True
+                    return
+                self.schedule.break_promise()
+                self._save()
                 return
-            assert self.state is not None
-            self.asked = seq
-            self.saving = self.state
-            self.last_step = self.state.step
-            self.staged = False
-            self.part = self.failed = None
-            self.digest = self.sim.digests.get(self.machine.name, "plan")
-            if self.sim.chance(self.sim.odd_plans):
-                self.digest = f"odd plan {self.number}"
-                self.sim.checker.odd = True
-            self.sim.checker.on_save(self, seq, self.state, self.digest)
-            self._ask()
+            case Await():
+                if not self.held:
+                    self.blocked = True
+                    return
+                self._miss(self.schedule.let_pass(step))
+            case Begin(seq):
+                self._begin(seq)
         self.sim.jobs[self.generation.number].rank_ready(self)
+
+    def _begin(self, seq: int) -> None:
+        assert self.state is not None
+        self.asked = seq
+        self.saving = self.state
+        self.saving_call = self.schedule.calls
+        self.staged = False
+        self.part = self.failed = self.missed = None
+        self.digest = self.sim.digests.get(self.machine.name, "plan")
+        if self.sim.chance(self.sim.odd_plans):
+            self.digest = f"odd plan {self.number}"
+            self.sim.checker.odd = True
+        self.sim.checker.on_save(self, seq, self.state, self.digest)
+        self._ask()
+
+    def _miss(self, missed: Missed | None) -> None:
+        """This rank has let the call pass at which a snapshot was due."""
+        if missed is not None:
+            # It may begin the next one at another call than the others.
+            self.sim.checker.odd = True
+            self.asked, self.saving = missed.seq, None
+            said = (missed.seq, missed.step, "held", missed.call)
+            self.missed = e.SnapshotMissed(self.number, *said)
+            self._tell(self.missed)
 
     def _ask(self) -> None:
         assert self.saving is not None
-        step_s = 0.05 + 0.05 * self.sim.soon(0, 4)
-        ask = e.SlotWanted(self.number, self.asked, self.saving.step, self.digest, 64, step_s)
+        step_s = self.sim.measured_s + 0.05 * self.sim.soon(0, 4)
+        measured = Measured(cost_s=step_s * self.number, protect_s=0.3, step_s=step_s)
+        step, call = self.saving.step, self.saving_call
+        ask = e.SlotWanted(self.number, self.asked, step, self.digest, 64, step_s, call, measured)
         self._tell(ask)
 
     def _write(self, grant: e.Grant) -> None:
@@ -316,6 +359,8 @@ class Rank:
         if self.saving is None or grant.id.seq != self.asked or self.staged or self.writer:
             return
         if self.part is not None or self.failed is not None:
+            return
+        if self.number not in {rank for rank, _, _ in grant.bases}:
             return
         if self.sim.chance(self.sim.staging_fails):
             self.failed = e.StagingFailed(self.number, self.asked, "leaf w could not be copied")
@@ -358,10 +403,9 @@ class Rank:
         self.known = outcome.seq
         identity = SnapshotId(self.generation.number, outcome.seq, self.generation.nonce)
         self.sim.checker.on_told(outcome, identity)
-        self.intervals[outcome.seq + 2] = outcome.interval
         if outcome.seq >= self.asked:
-            self.last_step = outcome.step
-            self.saving = self.part = self.failed = None
+            self.saving = self.part = self.failed = self.missed = None
+        self._miss(self.schedule.learn(outcome))
         self._go_on()
 
     def _go_on(self) -> None:

@@ -42,6 +42,7 @@ class Setup:
     ranks: int = 1
     every_steps: int = 3
     every_s: float = 0.0
+    overhead: float = 0.0
     persist_every: int = 0
     lost: float = 0.0
     doubled: float = 0.0
@@ -74,6 +75,8 @@ class Simulator:
         self.odd_plans = 0.0
         self.staging_fails = 0.0
         self.grants_fail = 0.0
+        self.measured_s = 0.05
+        self.skipping: set[tuple[int, int]] = set()
         self.storage: list[StorageEntry] = []
         self.stored: dict[SnapshotId, State] = {}
         self.written: dict[SnapshotId, set[str]] = {}

@@ -13,7 +13,15 @@ import msgspec
 from jaxft.group import events as e
 from jaxft.group.host import HostCore
 from jaxft.group.manifest import Manifest, SnapshotId
-from jaxft.group.messages import Blob, Body, Damage, Envelope, ManifestNotice, Plan
+from jaxft.group.messages import (
+    Blob,
+    Body,
+    Damage,
+    Envelope,
+    Invite,
+    ManifestNotice,
+    Plan,
+)
 from jaxft.group.world import Generation
 from tests.sim.memory import PIECES, Memory, Parity, checks, damage_found
 
@@ -66,11 +74,21 @@ class Smp:
         if self.machine.paused:
             self.machine.backlog.append((self.receive, (envelope,)))
             return
+        if isinstance(envelope.body, Invite):
+            self._invited(envelope.body.generation)
+            return
         if not self.is_ours(envelope):
             return
         self.cause = envelope.generation
         self.deliver(e.Heard(envelope.sender, envelope.body))
         self.cause = 0
+
+    def _invited(self, generation: Generation) -> None:
+        """A newer generation counts on this memory. Perhaps there is no agent to say so, or it is
+        cut off from the store."""
+        mine = (self.machine.name, self.memory.arena)
+        if any((member.host, member.arena) == mine for member in generation.holders):
+            self.deliver(e.EnterWanted(generation))
 
     def is_ours(self, envelope: Envelope) -> bool:
         """Is it of this generation, and from the memory that the generation was formed with?"""
@@ -131,6 +149,9 @@ class Smp:
                 for work in self.jobs:
                     work.stopped = True
                 self.machine.end_helper()
+                for rank in self.machine.ranks:
+                    if rank.generation.number < number:
+                        rank.kill()
                 self.try_frozen()
             case e.Grant():
                 self._grant(effect)
@@ -155,7 +176,14 @@ class Smp:
             case e.Announce(kind, detail):
                 self.sim.checker.on_announce(kind, detail)
                 self.sim.oracle.announced(self.machine, kind, detail)
-            case e.TellPlan() | e.TellSettled() | e.TellStaged() | e.TellOutcome():
+            case (
+                e.TellPlan()
+                | e.TellSettled()
+                | e.TellStaged()
+                | e.TellOutcome()
+                | e.TellHeld()
+                | e.TellTurn()
+            ):
                 for rank in self.ranks():
                     rank.hear(effect)
             case _:

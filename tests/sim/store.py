@@ -1,8 +1,11 @@
 """The store and the agents' decisions: production membership code over a simulated store.
 
 Every agent renews its lease and decides at its own moments, by `membership.Observer` from what it
-sees in the store. What it decides is done here: writes that are refused when somebody was faster,
-entering, killing, probing.
+sees in the store, and by `absence` while it cannot reach it. What it decides is done here: writes
+that are refused when somebody was faster, entering, killing, probing.
+
+A host may be cut off from the store: its lease runs out like that of a lost one. Or the store may
+be away: nobody reaches it, and every lease has its whole time again when it is back.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from jaxft.group import membership as m
+from jaxft.group.absence import mind_absence
 from jaxft.group.manifest import SnapshotId
 from jaxft.group.messages import StorageEntry
 from jaxft.group.records import Fault, HostRecord, Progress, View
@@ -23,6 +27,9 @@ if TYPE_CHECKING:
 
 LEASE_S = 0.6
 POLL_S = 0.12
+TICK_S = 0.05
+GRACE_S = 3.0
+KILL_S = 0.5
 
 
 class Store:
@@ -39,6 +46,9 @@ class Store:
         self.progress: dict[int, Progress] = {}
         self.revisions: dict[str, int] = {}
         self.nonces = 0
+        self.away = False
+        self.cut_off: set[str] = set()
+        self.grace_s = GRACE_S
         setup = sim.setup
         self.rules = m.Rules(
             job="job",
@@ -46,8 +56,8 @@ class Store:
             hosts_min=setup.hosts_min,
             hosts_max=setup.hosts_max or setup.hosts,
             settle_s=0.4,
-            agent_grace_s=0.8,
-            cut_off_s=1.5,
+            agent_grace_s=1.2,
+            cut_off_s=GRACE_S + KILL_S,
             form_timeout_s=1e9,
             exit_grace_s=1e9,
             ack_s=1.0,
@@ -100,6 +110,21 @@ class Store:
             self.faults[fault.generation] = fault
             self.touch(key)
 
+    # ------------------------------------------------------------------ who reaches it
+
+    def reaches(self, name: str) -> bool:
+        return not self.away and name not in self.cut_off
+
+    def go_away(self) -> None:
+        self.sim.log("*", "the store is away")
+        self.away = True
+
+    def come_back(self) -> None:
+        if self.away:
+            self.sim.log("*", "the store is back")
+            self.away = False
+            self.expires = dict.fromkeys(self.expires, self.sim.now + LEASE_S)
+
     # ------------------------------------------------------------------ what happens to agents
 
     def start(self) -> None:
@@ -126,11 +151,25 @@ class Store:
         smp = machine.smp
         if smp is None or kind not in ("settled", "committed"):
             return
-        number, step = smp.memory.ledger.generation, detail["step"]
+        ledger, step = smp.memory.ledger, detail["step"]
+        number = ledger.generation
         assert isinstance(step, int)
-        base = self.progress[number].base if number in self.progress else step
-        self.progress[number] = Progress(base=base, step=step)
-        self.touch(f"progress/{number}")
+        agent = self.agents[machine.name]
+        known = agent.progress
+        base = known[1].base if known is not None and known[0] == number else step
+        snapshot = None
+        if kind == "committed":
+            snapshot = SnapshotId(number, int(str(detail["seq"])), ledger.nonce)
+        elif detail["base"]:
+            snapshot = SnapshotId.parse(str(detail["base"]), str(detail["nonce"]))
+        agent.progress = (number, Progress(base=base, step=step, snapshot=snapshot))
+        if machine.agent and self.reaches(machine.name):
+            self.write_progress(*agent.progress)
+
+    def write_progress(self, number: int, progress: Progress) -> None:
+        if self.progress.get(number) != progress:
+            self.progress[number] = progress
+            self.touch(f"progress/{number}")
 
     def lease_lapsed(self, machine: Machine) -> None:
         """Leases end by themselves."""
@@ -140,8 +179,8 @@ class Store:
 
     def woke(self, machine: Machine, paused_s: float) -> None:
         """An agent that has not reached the store for long kills its ranks first of all."""
-        if paused_s > self.rules.cut_off_s and machine.agent:
-            self.agents[machine.name].cut_off()
+        if machine.agent:
+            self.agents[machine.name].mind()
 
     def persisted(self, identity: SnapshotId, step: int, state: State, machine: Machine) -> None:
         assert machine.memory is not None
@@ -166,6 +205,9 @@ class Agent:
         self.exits: list[m.Exit] = []
         self.report: tuple[int, str, str] | None = None
         self.answers: dict[str, bool] = {}
+        self.progress: tuple[int, Progress] | None = None
+        self.renewed_s = self.sim.now
+        self.killing = False
 
     def poll(self) -> None:
         """Renews, looks, decides, acts; and again, while this agent lives."""
@@ -175,8 +217,18 @@ class Agent:
         if machine.paused:
             machine.backlog.append((self.poll, ()))
             return
-        self.observer = self.observer or m.Observer(self.store.rules)
+        self.mind()
+        if not self.store.reaches(machine.name):
+            self.sim.at(self.sim.soon(TICK_S, 2 * TICK_S), self.poll)
+            return
+        self.renewed_s = self.sim.now
         self.store.register(self._record())
+        if self.killing:
+            self.sim.at(self.sim.soon(TICK_S, 2 * TICK_S), self.poll)
+            return
+        self.observer = self.observer or m.Observer(self.store.rules)
+        if self.progress is not None and self.progress[0] == self.entered:
+            self.store.write_progress(*self.progress)
         self.store.nonces += 1
         nonce = f"n{self.store.nonces}"
         self._act(self.observer.decide(self.store.view(), self._me(), self.sim.now, nonce))
@@ -238,6 +290,21 @@ class Agent:
             case _:
                 self.sim.checker.fail("progress", f"{self.machine.name} decides {decision}")
 
-    def cut_off(self) -> None:
-        self.machine.kill_ranks()
-        self.running = 0
+    def mind(self) -> None:
+        """What a store that does not answer means for this host's ranks. Nothing else is done until
+        they are dead."""
+        silent_s = self.sim.now - self.renewed_s
+        absence = mind_absence(
+            silent_s,
+            "" if self.store.reaches(self.machine.name) else "it does not answer",
+            running=bool(self.running) and not self.killing,
+            grace_s=self.store.grace_s,
+            patience_s=self.store.rules.form_timeout_s,
+        )
+        if absence.action == "kill":
+            self.sim.log(self.machine.name, absence.reason)
+            self.machine.end_helper()
+            self.machine.kill_ranks()
+            self.killing = True
+        if self.killing and not any(rank.alive for rank in self.machine.ranks):
+            self.killing, self.running = False, 0

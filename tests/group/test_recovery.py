@@ -1,0 +1,65 @@
+"""What is chosen where the store knows of a snapshot that the hosts may have lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from jaxft.group.manifest import SnapshotId
+from jaxft.group.messages import Ledger, Lineage, Slot, StorageEntry
+from jaxft.group.recovery import Holder, choose
+from jaxft.group.world import Group, World
+
+LOST = SnapshotId(1, 3, "n")
+OLDER = SnapshotId(1, 2, "n")
+NEWER = SnapshotId(2, 0, "n2")
+PAIR = World(("a", "b"), (Group((0, 1), 1),))
+
+
+def holders(snapshot: SnapshotId | None = None, *lineage: Lineage) -> list[Holder]:
+    """Two hosts that hold this, whole, or nothing."""
+    slots = [Slot(), Slot()]
+    if snapshot is not None:
+        slots = [Slot(state="coded", id=snapshot, host=place, world=PAIR) for place in (0, 1)]
+    return [
+        Holder(name, name, Ledger(arena=name, slots=(slot, Slot()), lineage=lineage))
+        for name, slot in zip(PAIR.hosts, slots, strict=True)
+    ]
+
+
+def test_what_the_store_knows_and_nobody_has_is_missed_and_named() -> None:
+    plan = choose(holders(), attempt=1, expected=LOST, expected_step=30)
+    assert (plan.base, plan.source, plan.newest_known) == (None, "none", LOST)
+    assert plan.reasons == ("snapshot 1.3 of step 30: no host holds its segment whole",)
+
+
+def test_nothing_is_missed_where_nothing_is_known() -> None:
+    plan = choose(holders(), attempt=1)
+    assert (plan.base, plan.newest_known, plan.reasons) == (None, None, ())
+
+
+def test_older_memory_is_gone_on_from_and_the_lost_is_named() -> None:
+    plan = choose(holders(OLDER), attempt=1, expected=LOST, expected_step=30)
+    assert (plan.chosen, plan.newest_known) == (OLDER, LOST)
+    assert "snapshot 1.3 of step 30" in plan.reasons[0]
+
+
+@pytest.mark.parametrize("identity", [OLDER, None], ids=["jaxft's", "plain Orbax"])
+def test_an_older_checkpoint_is_gone_on_from(identity: SnapshotId | None) -> None:
+    entry = StorageEntry(step=20, id=identity)
+    plan = choose(holders(), attempt=1, storage=[entry], expected=LOST)
+    assert (plan.storage, plan.newest_known) == (entry, LOST)
+
+
+@pytest.mark.parametrize("identity", [LOST, NEWER], ids=str)
+def test_nothing_is_missed_where_it_is_there_or_newer(identity: SnapshotId) -> None:
+    plan = choose(holders(identity), attempt=1, expected=LOST)
+    assert (plan.chosen, plan.newest_known, plan.reasons) == (identity, LOST, ())
+
+
+def test_what_was_abandoned_is_not_missed() -> None:
+    plan = choose(holders(None, Lineage(2, OLDER)), attempt=1, expected=LOST)
+    assert (plan.newest_known, plan.reasons) == (None, ())
+
+
+def test_a_fresh_start_misses_nothing() -> None:
+    assert choose(holders(), attempt=1, fresh=True, expected=LOST).newest_known is None

@@ -1,0 +1,52 @@
+"""A run that is told to end takes a last snapshot, though none is due."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from tests.launch.training import train
+
+SELDOM = 10**6
+
+
+def test_sigterm_to_a_run_gives_a_protected_snapshot_of_a_step_that_was_not_due() -> None:
+    with train(SELDOM, "--term-grace-s", "20") as training:
+        world = training.world
+        training.until("step", 20)
+        world.process.send_signal(signal.SIGTERM)
+        assert world.ended() == 128 + signal.SIGTERM
+        [asked] = world.events("out_of_turn")
+        assert "is told to end" in asked["reason"]
+        ends = {one["host"]: one for one in world.events("last_snapshot")}
+        results = {host: end["result"] for host, end in ends.items()}
+        assert results == {"host0": "protected", "host1": "protected"}, world.text()
+        [step] = {end["step"] for end in ends.values()}
+        assert step > 20
+        assert [one["step"] for one in world.events("committed")] == [1, step]
+        for rank in (0, 1):
+            assert [one["step"] for one in training.said(rank) if one.get("begun")] == [1, step]
+        world.assert_nothing_left()
+
+
+def test_the_hosts_that_stay_go_on_from_the_last_snapshot_of_one_that_goes() -> None:
+    """Only the agent of host 1 is told to end, as when its machine is taken away."""
+    with train(SELDOM, "--term-grace-s", "20") as training:
+        world = training.world
+        training.until("step", 20)
+        os.kill(world.pid("host1", "agent"), signal.SIGTERM)
+        end = world.wait("last_snapshot", host="host1")
+        assert (end["result"], end["step"] > 20) == ("protected", True), world.text()
+        assert world.wait("restored", generation=2)["step"] == end["step"]
+
+
+def test_a_rank_that_hangs_costs_no_more_than_the_grace() -> None:
+    with train(SELDOM, "--term-grace-s", "3") as training:
+        world = training.world
+        training.until("step", 5)
+        os.kill(world.pid("host1", "rank"), signal.SIGSTOP)
+        world.process.send_signal(signal.SIGTERM)
+        assert world.ended() == 128 + signal.SIGTERM
+        results = {one["result"] for one in world.events("last_snapshot")}
+        assert results == {"there was no time for it"}
+        world.assert_nothing_left()

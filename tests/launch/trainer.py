@@ -1,0 +1,60 @@
+"""A script whose every step is a collective of all ranks: `python trainer.py BASE EVERY`.
+
+It goes on until the step that the file BASE/last names, and writes what it does, one JSON object a
+line, to BASE/rank-RANK.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxft
+
+STEP_S = 0.02
+
+
+def main() -> None:
+    base, every = Path(sys.argv[1]), int(sys.argv[2])
+    rank = os.environ["JAXFT_RANK"]
+    said = (base / f"rank-{rank}").open("a", buffering=1)
+
+    def say(**facts: Any) -> None:
+        said.write(json.dumps({"generation": int(os.environ["JAXFT_GENERATION"]), **facts}) + "\n")
+
+    def last() -> int:
+        path = base / "last"
+        return int(path.read_text() or "0") if path.exists() else 1 << 60
+
+    jaxft.initialize()
+    sharding = NamedSharding(jaxft.make_mesh({"data": -1}), P("data"))
+    zeros = np.zeros(4000, np.float32)
+    state = {"w": jax.make_array_from_callback(zeros.shape, sharding, lambda at: zeros[at])}
+    train = jax.jit(lambda state: {"w": jnp.mean(state["w"]) + 1 + 0 * state["w"]})
+    step = 0
+    with jaxft.Snapshotter(every=every) as snapshotter:
+        restored = snapshotter.restore(state)
+        if restored is not None:
+            state, step = restored.state, restored.step
+            say(restored=step, w=float(state["w"].addressable_data(0)[0]))
+        print("rank", rank, "of generation", os.environ["JAXFT_GENERATION"], flush=True)
+        while step < last():
+            time.sleep(STEP_S)
+            step += 1
+            state = train(state)
+            receipt = snapshotter.save(step, state)
+            say(step=step, latest=snapshotter.latest, begun=receipt.id is not None)
+
+
+if __name__ == "__main__":
+    main()

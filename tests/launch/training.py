@@ -1,0 +1,52 @@
+"""Runs of `jaxft run` whose ranks train, see `trainer.py`: what they say, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.launch.local_runs import Run, run
+
+TRAINER = str(Path(__file__).with_name("trainer.py"))
+
+
+class Training:
+    """What its ranks say."""
+
+    def __init__(self, world: Run) -> None:
+        self.world = world
+
+    def said(self, rank: int) -> list[dict[str, Any]]:
+        path = self.world.base / f"rank-{rank}"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def newest(self, rank: int, what: str) -> int:
+        found = [one[what] for one in self.said(rank) if one.get(what) is not None]
+        return int(found[-1]) if found else -1
+
+    def until(self, what: str, least: int) -> None:
+        """Every rank has come so far."""
+        self.world.until(
+            lambda: all(self.newest(rank, what) >= least for rank in (0, 1)),
+            f"{what} of {least}",
+        )
+
+    def end(self) -> int:
+        """Has the ranks end at a step that is before them all."""
+        last = max(self.newest(rank, "step") for rank in (0, 1)) + 50
+        (self.world.base / "order").write_text(str(last))
+        (self.world.base / "order").rename(self.world.base / "last")
+        return self.world.ended()
+
+
+@contextlib.contextmanager
+def train(every: int, *options: str) -> Iterator[Training]:
+    """Two hosts that take a snapshot every so many steps."""
+    command = (sys.executable, TRAINER, "BASE", str(every))
+    with run("--local-hosts", "2", "--settle-s", "1", *options, command=command) as world:
+        yield Training(world)
