@@ -1,0 +1,112 @@
+"""`memory`: what many snapshots take of a host's memory beyond the state itself.
+
+Counted are the private pages of the snapshot process, all of them; the pages of snapshot memory,
+once; and the private pages of the rank, less what it had after a step and before its first
+snapshot: the state, and all that the rank needs to train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from pathlib import Path
+
+from bench.measure import Report
+from bench.protect import HOSTS
+from bench.rows import Row, at_most, row
+from bench.sizes import MIB, Sizes
+from bench.world import World
+
+SLOTS = 2
+SAMPLE_S = 0.02
+GROWTH_MAX = 1.02
+EARLY = 10
+BATCHES = 10
+
+
+def measure(sizes: Sizes, report: Report) -> list[Row]:
+    """The peak, and how it grew from the tenth snapshot on."""
+    k, m = HOSTS - 1, 1
+    with World(HOSTS, f"{k}+{m}", sizes.small_host_bytes) as world:
+        world.all("step")
+        before = [_private(rank) for rank in world.pids("rank")]
+        with _Peaks(world) as peaks:
+            world.all("save_many", count=EARLY)
+            early = peaks.take()
+            batch = max(1, (sizes.memory_saves - EARLY) // BATCHES)
+            late: list[list[int]] = []
+            for number in range(BATCHES):
+                world.all("save_many", count=batch)
+                late.append(peaks.take())
+                report(number + 1, BATCHES, "memory")
+    extra = max(
+        peak - base for one in (early, *late) for peak, base in zip(one, before, strict=True)
+    )
+    slots = SLOTS * sizes.small_host_bytes * (k + m) / k
+    limit_mib = (1.05 * slots + 64 * MIB) / MIB
+    growth = sum(late[-1]) / sum(late[0])
+    return [
+        row("memory", "MiB", extra / MIB, at_most(1.0, "limit"), limit=limit_mib),
+        row("memory[growth]", "", growth, at_most(GROWTH_MAX, "itself")),
+    ]
+
+
+class _Peaks:
+    """The largest use of each host's memory, sampled in a thread."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._lock = threading.Lock()
+        self._peaks = [0] * world.count
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def _sample(self) -> None:
+        while not self._stop.is_set():
+            self._note()
+            time.sleep(SAMPLE_S)
+
+    def _note(self) -> None:
+        used = _used(self._world)
+        with self._lock:
+            self._peaks = [max(one) for one in zip(self._peaks, used, strict=True)]
+
+    def take(self) -> list[int]:
+        """The peaks since the last call."""
+        self._note()
+        with self._lock:
+            peaks, self._peaks = self._peaks, [0] * self._world.count
+        return peaks
+
+    def __enter__(self) -> _Peaks:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def _used(world: World) -> list[int]:
+    """Bytes that each host uses now."""
+    pairs = zip(world.pids("rank"), world.pids("smp"), strict=True)
+    return [_private(rank) + _private(smp) + _shared(smp) for rank, smp in pairs]
+
+
+def _private(pid: int) -> int:
+    """Bytes of a process's own pages, see proc_pid_status(5): RssAnon is in KiB."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+def _shared(pid: int) -> int:
+    """Pages of the memory files that a process has open; stat(2) counts blocks of 512 bytes."""
+    blocks: dict[int, int] = {}
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if os.readlink(fd).startswith("/memfd:"):
+                found = fd.stat()
+                blocks[found.st_ino] = found.st_blocks
+    return 512 * sum(blocks.values())

@@ -1,0 +1,50 @@
+"""The processes of a measurement: found by the run directory that they were started with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+POLL_S = 0.01
+END_S = 10.0
+
+
+def below(run_dir: Path) -> list[int]:
+    """The other processes of this user that have this run directory in their environment."""
+    wanted = f"JAXFT_RUN_DIR={run_dir}".encode()
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                    found.append(int(name))
+    return found
+
+
+def end_all(run_dir: Path) -> None:
+    """Kills what is left of a measurement, and waits until it is gone."""
+    deadline_s = time.monotonic() + END_S
+    while (left := below(run_dir)) and time.monotonic() < deadline_s:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def until(ready: Callable[[], Any], what: str, timeout_s: float) -> Any:
+    """Waits until `ready()` gives something true.
+
+    Raises:
+        TimeoutError: it did not.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := ready()):
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{what}: not within {timeout_s:g} s")
+        time.sleep(POLL_S)
+    return found

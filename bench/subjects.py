@@ -1,0 +1,48 @@
+"""What there is to measure: the names of rows, and the file that measures them."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+
+from bench.measure import Report
+from bench.rows import Row
+from bench.sizes import Sizes
+
+Measure = Callable[[Sizes, Report], Sequence[Row]]
+
+# A subject is a module `bench.<subject>` with a function `measure(sizes, report)`, and gives the
+# rows of these names. What needs the same processes is one subject.
+SUBJECTS: dict[str, tuple[str, ...]] = {
+    "codec": ("encode", "decode"),
+    "save": ("save_stall", "staged"),
+    "leaves": ("leaves",),
+    "restore": ("restore_own",),
+    "protect": ("protected", "cpu_per_gib"),
+    "rebuild": ("rebuild",),
+    "training": ("training_overhead",),
+    "auto": ("auto",),
+    "memory": ("memory",),
+    "hosts": ("hosts",),
+    "idle": ("idle",),
+}
+
+NAMES = tuple(name for names in SUBJECTS.values() for name in names)
+
+
+def subjects_of(names: Sequence[str]) -> list[str]:
+    """The subjects that give these rows.
+
+    Raises:
+        ValueError: a name that is not known.
+    """
+    unknown = sorted(set(names) - set(NAMES))
+    if unknown:
+        raise ValueError(f"{', '.join(unknown)}: expected some of {', '.join(NAMES)}")
+    return [subject for subject, own in SUBJECTS.items() if set(own) & set(names)]
+
+
+def measurement(subject: str) -> Measure:
+    """Imports a subject."""
+    measure: Measure = importlib.import_module(f"bench.{subject}").measure
+    return measure
