@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from jaxft.fallback import OrbaxFallback
     from jaxft.group.world import Code
+    from jaxft.overhead import Auto
     from jaxft.receipt import Receipt
     from jaxft.restorer import Restored
     from jaxft.snapshotter import Snapshotter
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Auto": "jaxft.overhead",
     "Code": "jaxft.group.world",
     "OrbaxFallback": "jaxft.fallback",
     "Receipt": "jaxft.receipt",
@@ -59,6 +61,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Auto",
     "ChunkDamaged",
     "Code",
     "ConfigError",

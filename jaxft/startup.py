@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
+import msgspec
 
 from jaxft.config import RankEnv
 from jaxft.errors import ConfigError
 from jaxft.group.messages import RankOptions
 from jaxft.host.attach import Seat, attach
+from jaxft.overhead import Auto
 from jaxft.schedule import parse_interval
 
 if TYPE_CHECKING:
@@ -143,18 +145,21 @@ def _check_world(rank: int, ranks: int) -> None:
     )
 
 
-def rank_options(every: int | str, fallback: OrbaxFallback | None) -> RankOptions:
+def rank_options(every: int | str | Auto, fallback: OrbaxFallback | None) -> RankOptions:
     """What this rank asks of its world.
 
     Raises:
         ConfigError: an interval that is none.
     """
-    steps, seconds = parse_interval(every)
+    if isinstance(every, Auto):
+        wanted = RankOptions(overhead=every.overhead)
+    else:
+        steps, seconds = parse_interval(every)
+        wanted = RankOptions(every_steps=steps, every_s=seconds)
     if fallback is None:
-        return RankOptions(every_steps=steps, every_s=seconds)
-    return RankOptions(
-        every_steps=steps,
-        every_s=seconds,
+        return wanted
+    return msgspec.structs.replace(
+        wanted,
         directory=str(fallback.directory),
         persist_every=fallback.every,
         persist_keep=fallback.keep,

@@ -12,6 +12,7 @@ import jaxft
 from jaxft import errors
 
 PUBLIC = [
+    "Auto",
     "ChunkDamaged",
     "Code",
     "ConfigError",

@@ -121,7 +121,7 @@ def test_a_rank_dies_at_every_phase_and_training_is_undisturbed_case_20_21_24(jo
 def test_all_ranks_take_their_snapshots_at_the_intervals_of_a_budget(job: Job) -> None:
     hosts = job.add_hosts("h0", "h1")
     options = {"code": Code(data=1, parity=1), "every": {"overhead": 0.05}, "devices": 1}
-    ranks = job.run(hosts, steps=90, fresh=True, **options)
+    ranks = job.run(hosts, steps=60, fresh=True, **options)
     ranks.finish()
     first, second = (
         [one["step"] for one in ranks.said(rank, "stepped") if one["skipped"] is None]
