@@ -90,6 +90,13 @@ def run(
     ranks_per_host: Annotated[
         int, typer.Option(rich_help_panel=_WORLD, help="Processes on each host.")
     ] = 1,
+    bandwidth_max: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_WORLD,
+            help="Most bytes a second a host pulls to code a snapshot, like 2GB (default: any).",
+        ),
+    ] = "",
     lease_s: Annotated[
         float, typer.Option(rich_help_panel=_WAITING, help="A host silent for so long is lost.")
     ] = 5.0,
@@ -126,7 +133,7 @@ def run(
         float,
         typer.Option(
             rich_help_panel=_WAITING,
-            help="How long a snapshot process may be silent while recovering.",
+            help="How long a snapshot process may be silent; after twice that it is restarted.",
         ),
     ] = 5.0,
     exit_grace_s: Annotated[
@@ -138,7 +145,7 @@ def run(
     term_grace_s: Annotated[
         float,
         typer.Option(
-            rich_help_panel=_WAITING, help="How long ranks may take to end on SIGTERM or SIGINT."
+            rich_help_panel=_WAITING, help="How long ending may take; on SIGTERM, a last snapshot."
         ),
     ] = 5.0,
     restarts_max: Annotated[
@@ -194,6 +201,7 @@ def run(
             code=code,
             ranks_per_host=ranks_per_host,
             domain=domain,
+            bandwidth_max=bandwidth_max,
             lease_s=lease_s,
             settle_s=settle_s,
             rejoin_s=rejoin_s,

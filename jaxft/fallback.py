@@ -30,8 +30,9 @@ from jaxft.checkpoint import (
     StoredLeaf,
     names,
 )
-from jaxft.device.assembly import is_uncommitted, pair, weaken
+from jaxft.device.assembly import is_uncommitted, pair
 from jaxft.device.leaves import decode_literal, describe, element, flatten, show, stored_shape
+from jaxft.device.placing import weaken
 from jaxft.errors import ConfigError, RestoreError, TreeMismatch
 from jaxft.group.manifest import Leaf
 from jaxft.group.messages import StorageEntry

@@ -20,7 +20,8 @@ class Receipt:
         code: what protects it: this host's group survives the loss of `code.parity` hosts. A world
             that is too small for the job's code has less; a lone host has 0.
         skipped: why the call was not due, the same on every rank; None if it was.
-        wait_s: how long the call waited for the snapshot before it to be decided.
+        wait_s: how long the call waited for the snapshot before it to be decided, or to know which
+            call is to be a snapshot out of turn.
         last_failure: why the snapshot before this call could not be protected; None if it could, or
             if that is not known yet.
         staged: done when this host's bytes are in its snapshot process: a crash of the ranks loses

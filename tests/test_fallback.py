@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 import tests.device.conftest  # noqa: F401 (eight devices)
 from jaxft import OrbaxFallback, faults
 from jaxft.checkpoint import Directory, Record, nest, place
-from jaxft.device.assembly import assemble
 from jaxft.device.leaves import empty_nodes
 from jaxft.device.mesh import make_mesh
+from jaxft.device.placing import assemble
 from jaxft.errors import ConfigError, RestoreError, SnapshotLost, TreeMismatch
 from jaxft.export import copies, write
 from jaxft.group.manifest import Leaf, SnapshotId

@@ -2,14 +2,15 @@
 
 `encode_share` computes the parity fragments of one host's share; `rebuild_segment` makes a lost
 segment again from the shares that are left. Both pull pieces of a few chunks from several peers at
-once, check each against its manifest while it is still in cache, and run the codec over the
-received buffers straight into their place.
+once, check each against its manifest while it is still in cache, run the codec over the received
+buffers straight into their place, and take or check the checksums of what came out before it has
+left the cache.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ from jaxft.group.messages import Damage
 from jaxft.group.placement import LaneGeometry, clip
 from jaxft.host.layout import GroupLayout, SegmentCheck, checksums, read_key
 from jaxft.host.memory import Bytes
+from jaxft.host.pace import Pace
 from jaxft.host.wire import BulkReader, ReadRequest, Refused
 
 PIECE = 8 * CHUNK
@@ -51,6 +53,7 @@ class Sources:
         cancel: set to stop.
         names: host names by place, for messages.
         parity_checksums: of the members' parity, by place; needed to rebuild only.
+        pace: what pulling has to keep to, if it has to.
     """
 
     id: SnapshotId
@@ -60,6 +63,7 @@ class Sources:
     cancel: threading.Event
     names: tuple[str, ...]
     parity_checksums: Mapping[int, bytes] = field(default_factory=dict)
+    pace: Pace | None = None
 
 
 class _Fragment(NamedTuple):
@@ -75,13 +79,17 @@ class _Fragment(NamedTuple):
 
 
 class _Task(NamedTuple):
-    """One output fragment: the coefficients, what is read, and where the result goes."""
+    """One output fragment: the coefficients, what is read, and where the result goes.
+
+    `start` is the output's offset in the segment, or in the parity region.
+    """
 
     lane: int
     stripe: int
     matrix: Bytes
     fragments: tuple[_Fragment, ...]
     output: Bytes
+    start: int
 
 
 def encode_share(sources: Sources, host: int, parity: Bytes) -> bytes:
@@ -103,9 +111,15 @@ def encode_share(sources: Sources, host: int, parity: Bytes) -> bytes:
             fragments = tuple(
                 _data_fragment(layout, number, geometry, stripe, i) for i in range(geometry.k)
             )
-            tasks.append(_Task(number, stripe, rows[j : j + 1], fragments, output))
-    _run(sources, tasks, host)
-    return checksums(parity)
+            tasks.append(_Task(number, stripe, rows[j : j + 1], fragments, output, base))
+    sums = np.zeros(-(-parity.size // CHUNK), "<u8")
+
+    def made(start: int, output: Bytes) -> None:
+        found = np.frombuffer(checksums(output), "<u8")
+        sums[start // CHUNK : start // CHUNK + found.size] = found
+
+    _run(sources, tasks, host, made)
+    return sums.tobytes()
 
 
 def rebuild_segment(sources: Sources, host: int, lost: frozenset[Damage], output: Bytes) -> None:
@@ -129,13 +143,15 @@ def rebuild_segment(sources: Sources, host: int, lost: frozenset[Damage], output
             offset, nbytes = clip(geometry.data_range(position, stripe), length)
             if nbytes:
                 place = output[start + offset : start + offset + nbytes]
-                tasks.append(_rebuild_task(layout, number, geometry, stripe, host, lost, place))
-    _run(sources, tasks, host)
-    bad = list(SegmentCheck(layout.manifests[host]).bad_chunks(0, output))
+                task = _rebuild_task(layout, number, geometry, stripe, host, lost, place)
+                tasks.append(task._replace(start=start + offset))
+    check = SegmentCheck(layout.manifests[host])
+    bad: list[int] = []
+    _run(sources, tasks, host, lambda at, piece: bad.extend(check.bad_chunks(at, piece)))
     if bad:
         raise ChunkDamaged(
             f"snapshot {sources.id}: the rebuilt segment of {sources.names[host]} does not have "
-            f"its checksums at {len(bad)} chunks, the first at byte {bad[0]}"
+            f"its checksums at {len(bad)} chunks, the first at byte {min(bad)}"
         )
 
 
@@ -167,7 +183,7 @@ def _rebuild_task(
     wanted = geometry.fragment_of(layout.position(host), stripe)
     if wanted not in missing:
         fragment = _data_fragment(layout, number, geometry, stripe, wanted)
-        return _Task(number, stripe, np.ones((1, 1), np.uint8), (fragment,), output)
+        return _Task(number, stripe, np.ones((1, 1), np.uint8), (fragment,), output, 0)
     have = geometry.sources(missing)
     if have is None:
         raise ChunkDamaged(
@@ -176,7 +192,7 @@ def _rebuild_task(
         )
     matrix = decode_matrix(geometry.k, geometry.m, have, (wanted,))
     fragments = tuple(_any_fragment(layout, number, geometry, stripe, index) for index in have)
-    return _Task(number, stripe, matrix, fragments, output)
+    return _Task(number, stripe, matrix, fragments, output, 0)
 
 
 def _any_fragment(
@@ -199,41 +215,64 @@ class _Tag(NamedTuple):
     column: int
 
 
+# Called with (offset in the segment or the parity region, the bytes) of every piece made.
+Made = Callable[[int, Bytes], None]
+
+
 class _Run:
     """Reads the pieces of all tasks and codes each as soon as all it needs is there."""
 
-    def __init__(self, sources: Sources, tasks: list[_Task]) -> None:
+    def __init__(self, sources: Sources, tasks: list[_Task], made: Made) -> None:
         self.sources = sources
         self.tasks = tasks
+        self.made = made
+        self.codec = backend()
+        self.keys: dict[_Fragment, bytes] = {}
+        self.matrices: dict[tuple[int, tuple[int, ...]], Bytes] = {}
         self.checks = {
             host: SegmentCheck(manifest) for host, manifest in sources.layout.manifests.items()
         }
         self.parity_sums = {
-            host: np.frombuffer(sums, "<u8") for host, sums in sources.parity_checksums.items()
+            host: np.frombuffer(sums, "<u8").tolist()
+            for host, sums in sources.parity_checksums.items()
         }
         self.waiting: dict[tuple[int, int], dict[int, memoryview]] = {}
         self.damaged: set[Damage] = set()
 
     def requests(self) -> Iterator[ReadRequest[_Tag]]:
         """Piece by piece over all tasks, every source of a piece after another."""
+        pace = self.sources.pace
         for number, task in enumerate(self.tasks):
             for at in range(0, task.output.size, PIECE):
                 columns = self._columns(task, at)
                 if not columns:
-                    task.output[at : at + PIECE] = 0
+                    output = task.output[at : at + PIECE]
+                    output[:] = 0
+                    self.made(task.start + at, output)
                 for column in columns:
-                    yield self._request(number, task, at, column)
+                    request = self._request(number, task, at, column)
+                    if pace is not None:
+                        pace.wait(request.nbytes, self.sources.cancel)
+                    yield request
 
-    def _columns(self, task: _Task, at: int) -> list[int]:
+    @property
+    def nbytes(self) -> int:
+        """How much there is to read."""
+        return sum(fragment.nbytes for task in self.tasks for fragment in task.fragments)
+
+    def _columns(self, task: _Task, at: int) -> tuple[int, ...]:
         """The sources that have any byte of this piece; the others are zeros there."""
-        return [c for c, fragment in enumerate(task.fragments) if fragment.nbytes > at]
+        return tuple(c for c, fragment in enumerate(task.fragments) if fragment.nbytes > at)
 
     def _request(self, number: int, task: _Task, at: int, column: int) -> ReadRequest[_Tag]:
         fragment = task.fragments[column]
-        kind = "parity" if fragment.parity else "segment"
+        key = self.keys.get(fragment)
+        if key is None:
+            kind = "parity" if fragment.parity else "segment"
+            key = self.keys[fragment] = read_key(kind, self.sources.id, fragment.host)
         return ReadRequest(
             self.sources.addresses[fragment.host],
-            read_key(kind, self.sources.id, fragment.host),
+            key,
             fragment.start + at,
             min(PIECE, fragment.nbytes - at),
             _Tag(number, at, column),
@@ -257,26 +296,36 @@ class _Run:
             if not self.damaged:
                 output = task.output[tag.at : tag.at + PIECE]
                 ordered = [pieces[column] for column in columns]
-                matrix = np.ascontiguousarray(task.matrix[:, columns])
-                backend().combine_clipped(matrix, ordered, [output])
+                self.codec.combine_clipped(self._matrix(tag.task, columns), ordered, [output])
+                self.made(task.start + tag.at, output)
+
+    def _matrix(self, number: int, columns: tuple[int, ...]) -> Bytes:
+        """Those columns of the task's coefficients."""
+        matrix = self.matrices.get((number, columns))
+        if matrix is None:
+            matrix = np.ascontiguousarray(self.tasks[number].matrix[:, columns])
+            self.matrices[number, columns] = matrix
+        return matrix
 
     def _whole(self, fragment: _Fragment, at: int, data: memoryview) -> bool:
         start = fragment.start + at
         if not fragment.parity:
             return next(self.checks[fragment.host].bad_chunks(start, data), None) is None
         sums = self.parity_sums[fragment.host]
-        view = np.frombuffer(data, np.uint8)
         return all(
-            xxhash.xxh3_64_intdigest(view[o : o + CHUNK].data) == sums[(start + o) // CHUNK]
-            for o in range(0, view.size, CHUNK)
+            xxhash.xxh3_64_intdigest(data[o : o + CHUNK]) == sums[(start + o) // CHUNK]
+            for o in range(0, len(data), CHUNK)
         )
 
 
-def _run(sources: Sources, tasks: list[_Task], host: int) -> None:
+def _run(sources: Sources, tasks: list[_Task], host: int, made: Made) -> None:
     """Does the tasks of the share of `host`."""
-    run = _Run(sources, tasks)
+    run = _Run(sources, tasks, made)
+    deadline_s = DEADLINE_S
+    if sources.pace is not None:
+        deadline_s += sources.pace.lasts_s(run.nbytes)
     answers = sources.reader.read_many(
-        run.requests(), peer_s=PEER_S, deadline_s=DEADLINE_S, cancel=sources.cancel
+        run.requests(), peer_s=PEER_S, deadline_s=deadline_s, cancel=sources.cancel
     )
     for piece, (tag, answer) in enumerate(answers):
         run.take(tag, answer)

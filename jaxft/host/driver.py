@@ -166,6 +166,16 @@ class Driver:
         """Lets time pass in the core."""
         self.happen(e.Ticked())
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is under way here that time could be needed for: no snapshot, no restore."""
+        return (
+            self._freezing is None
+            and not self.jobs.unfinished
+            and self.ledger.settled
+            and self.core.keeper.status().report is None
+        )
+
     def try_frozen(self) -> None:
         """Says that the host is frozen, once no old rank lives and no old job runs."""
         if self._freezing is None:

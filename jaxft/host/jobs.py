@@ -11,16 +11,20 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxft.host.priority import step_back
+
 Done = Callable[[Any, BaseException | None], None]
 
 
 @dataclass
 class Job:
-    """One piece of work. `done(result, error)` is called by the loop."""
+    """One piece of work. `done(result, error)` is called by the loop; `low` work steps back behind
+    the training."""
 
     key: Hashable
     work: Callable[[threading.Event], Any]
     done: Done
+    low: bool = False
     cancel: threading.Event = field(default_factory=threading.Event)
     result: Any = None
     error: BaseException | None = None
@@ -39,15 +43,24 @@ class Jobs:
         self._running: list[Job] = []
         self._ended: list[Job] = []
 
-    def start(self, key: Hashable, work: Callable[[threading.Event], Any], done: Done) -> Job:
-        """Runs `work(cancel)` in a thread."""
-        job = Job(key, work, done)
+    def start(
+        self,
+        key: Hashable,
+        work: Callable[[threading.Event], Any],
+        done: Done,
+        *,
+        low: bool = False,
+    ) -> Job:
+        """Runs `work(cancel)` in a thread, at low priority if `low`."""
+        job = Job(key, work, done, low)
         with self._lock:
             self._running.append(job)
         threading.Thread(target=self._run, args=(job,), daemon=True, name=f"job-{key}").start()
         return job
 
     def _run(self, job: Job) -> None:
+        if job.low:
+            step_back()
         try:
             job.result = job.work(job.cancel)
         except BaseException as error:  # noqa: BLE001 - it is handed to the loop

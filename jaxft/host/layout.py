@@ -78,11 +78,11 @@ def own_blob_offset(segment_bytes: int) -> int:
     return align(segment_bytes, PAGE)
 
 
-def checksums(data: Bytes) -> bytes:
+def checksums(data: Bytes | memoryview) -> bytes:
     """xxh3_64 of every CHUNK of `data`, little-endian."""
-    digests = [
-        xxhash.xxh3_64_intdigest(data[at : at + CHUNK].data) for at in range(0, data.size, CHUNK)
-    ]
+    view = np.frombuffer(data, np.uint8).data
+    digest = xxhash.xxh3_64_intdigest
+    digests = [digest(view[at : at + CHUNK]) for at in range(0, len(view), CHUNK)]
     return np.array(digests, "<u8").tobytes()
 
 
@@ -91,28 +91,30 @@ class SegmentCheck:
 
     def __init__(self, manifest: Manifest) -> None:
         chunks = -(-manifest.length // CHUNK)
-        self._expected = np.zeros(chunks, "<u8")
-        self._sizes = np.zeros(chunks, np.int64)
+        # Lists of plain integers: a look-up in an array costs as much as a tenth of a checksum.
+        self._expected = [0] * chunks
+        self._sizes = [0] * chunks
         for part in manifest.parts:
             first = part.base // CHUNK
-            digests = np.frombuffer(part.checksums, "<u8")
-            self._expected[first : first + digests.size] = digests
-            sizes = np.full(digests.size, CHUNK, np.int64)
-            if digests.size:
-                sizes[-1] = part.length - (digests.size - 1) * CHUNK
-            self._sizes[first : first + digests.size] = sizes
+            digests = np.frombuffer(part.checksums, "<u8").tolist()
+            sizes = [CHUNK] * len(digests)
+            if sizes:
+                sizes[-1] = part.length - (len(digests) - 1) * CHUNK
+            self._expected[first : first + len(digests)] = digests
+            self._sizes[first : first + len(digests)] = sizes
 
     def bad_chunks(self, start: int, data: Bytes | memoryview) -> Iterator[int]:
         """The offsets in the segment of chunks of `data` (which begins at `start`, a multiple of
         CHUNK) that are damaged. A chunk that `data` ends within is checked if its part ends there
         too, else it counts as damaged: pieces are whole chunks."""
         assert start % CHUNK == 0
-        view = np.frombuffer(data, np.uint8)
-        for at in range(0, view.size, CHUNK):
+        view = np.frombuffer(data, np.uint8).data
+        digest = xxhash.xxh3_64_intdigest
+        for at in range(0, len(view), CHUNK):
             number = (start + at) // CHUNK
-            size = int(self._sizes[number])
+            size = self._sizes[number]
             piece = view[at : at + size]
-            if piece.size < size or xxhash.xxh3_64_intdigest(piece.data) != self._expected[number]:
+            if len(piece) < size or digest(piece) != self._expected[number]:
                 yield start + at
 
 

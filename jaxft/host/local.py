@@ -296,6 +296,14 @@ class LocalListener:
     def path(self) -> Path:
         return self._path
 
+    @property
+    def is_reachable(self) -> bool:
+        """Does the socket's file still lead here? False when it was deleted or replaced."""
+        try:
+            return self._path.stat().st_ino == self._inode
+        except OSError:
+            return False
+
     def fileno(self) -> int:
         """Readable when there is someone to `accept`; -1 when closed."""
         return self._socket.fileno()

@@ -21,6 +21,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,9 @@ from jaxft.errors import MemoryLimitError
 
 Bytes = NDArray[np.uint8]
 
-# linux/mman.h, since Linux 5.14: fault the pages in for writing without changing what they hold.
+# linux/mman.h, since Linux 5.14: fault pages in without changing what they hold, for reading and
+# for writing.
+MADV_POPULATE_READ = 22
 MADV_POPULATE_WRITE = 23
 
 # madvise keeps the interpreter's lock, so other threads run between two pieces of this size.
@@ -46,13 +49,15 @@ class Arena:
     """One growable piece of shared memory.
 
     Made by `create`, or by `adopt` from a descriptor that another process passed on. Not
-    thread-safe, but for `view` and `touch`, which may run while another thread calls `ensure`.
+    thread-safe, but for `view`, `touch` and `ensure`.
     """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._bytes: Bytes | None = None
         self._map: mmap.mmap | None = None
+        self._entered: set[tuple[int, int]] = set()
+        self._growing = threading.Lock()
         self._remap()
 
     @classmethod
@@ -116,10 +121,11 @@ class Arena:
             MemoryLimitError: the file could not be grown or mapped.
         """
         try:
-            if os.fstat(self._fd).st_size < size_bytes:
-                os.ftruncate(self._fd, _whole_pages(size_bytes))
-            if os.fstat(self._fd).st_size != self.size_bytes:
-                self._remap()
+            with self._growing:
+                if os.fstat(self._fd).st_size < size_bytes:
+                    os.ftruncate(self._fd, _whole_pages(size_bytes))
+                if os.fstat(self._fd).st_size != self.size_bytes:
+                    self._remap()
         except OSError as error:
             raise MemoryLimitError(
                 f"memory of {self.size_bytes} bytes could not grow to {size_bytes}: {error}"
@@ -160,6 +166,26 @@ class Arena:
             if not populates:
                 mapped[at : at + length : mmap.PAGESIZE] |= 0
 
+    def map_pages(self, offset: int, nbytes: int) -> None:
+        """Enters pages that exist into this process's page tables, many at a time: a fault for each
+        of them takes longer than to read it. Where the kernel cannot, faults do it. It is done once
+        for each range.
+
+        Raises:
+            ValueError: outside of what is mapped.
+        """
+        self.view(offset, nbytes)
+        assert self._map is not None
+        if (offset, nbytes) in self._entered:
+            return
+        self._entered.add((offset, nbytes))
+        stop = offset + nbytes
+        for at in range(offset // mmap.PAGESIZE * mmap.PAGESIZE, stop, _TOUCH_BYTES):
+            try:
+                self._map.madvise(MADV_POPULATE_READ, at, min(_TOUCH_BYTES, stop - at))
+            except OSError:
+                return
+
     def close(self) -> None:
         """Lets go of the descriptor and of the mapping, once no view is left. May be repeated."""
         self._bytes = self._map = None
@@ -174,6 +200,7 @@ class Arena:
 
     def _remap(self) -> None:
         self._map = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
+        self._entered = set()
         # Huge pages make first writes three times as fast where the system allows them for shared
         # memory; where it does not, small ones do.
         with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from jaxft.errors import ChunkDamaged, PeerUnreachable
+from jaxft.errors import ChunkDamaged, PeerUnreachable, ReadCancelled
 from jaxft.group.manifest import CHUNK, Manifest, SnapshotId
 from jaxft.group.messages import Damage, Plan
 from jaxft.host.coding import DEADLINE_S, PEER_S, PIECE, DamagedFragments, Sources, rebuild_segment
@@ -26,11 +26,13 @@ from jaxft.host.layout import (
     read_key,
     unseal,
 )
-from jaxft.host.memory import Arena, Bytes
+from jaxft.host.memory import Arena
 from jaxft.host.protocol import Extent
+from jaxft.host.shares import Rebuilt, Shares
 from jaxft.host.wire import Network, ReadRequest, Refused
 
 NOT_YET_S = 0.05
+REBUILT_POLL_S = 0.002
 
 
 def bulk_address(address: str) -> str:
@@ -50,11 +52,14 @@ class Recall:
         plan: what is restored, and where its shares are.
         network: to read with.
         cancel: set to stop.
+        address, memory: of this host, whose own rebuilt segments are mapped and not sent.
     """
 
     plan: Plan
     network: Network
     cancel: threading.Event
+    address: str = ""
+    memory: Shares | None = None
     _manifests: dict[int, Manifest] = field(default_factory=dict)
     _groups: dict[int, GroupBlob] = field(default_factory=dict)
     _damaged: set[Damage] = field(default_factory=set)
@@ -164,6 +169,9 @@ class Recall:
             PeerUnreachable: who should have them does not answer.
         """
         manifests = self.manifests()
+        mapped = self._map(extents)
+        if mapped is not None:
+            return mapped, tuple(extent.start for extent in extents)
         offsets, total = [], 0
         for extent in extents:
             offsets.append(total)
@@ -173,6 +181,7 @@ class Recall:
         checks = {extent.host: SegmentCheck(manifests[extent.host]) for extent in extents}
         bad: set[tuple[int, int]] = set()
         try:
+            arena.touch(0, total)
             for (number, at), data in self._pieces(extents):
                 extent = extents[number]
                 view = np.frombuffer(data, np.uint8)
@@ -190,6 +199,35 @@ class Recall:
             arena.close()
             self.raise_bad(bad)
         return arena, tuple(offsets)
+
+    def _map(self, extents: Sequence[Extent]) -> Arena | None:
+        """The memory that all extents lie in, if this host rebuilds it: waited for, and checked."""
+        hosts = {extent.host for extent in extents}
+        here = {
+            one.host for one in self.plan.segments if one.rebuilt and one.address == self.address
+        }
+        if self.memory is None or len(hosts) != 1 or not hosts <= here:
+            return None
+        (host,) = hosts
+        deadline = time.monotonic() + DEADLINE_S
+        while (arena := self.memory.map_rebuilt(self.id, host)) is None:
+            if self.cancel.wait(REBUILT_POLL_S):
+                raise ReadCancelled("the read was cancelled")
+            if time.monotonic() > deadline:
+                raise PeerUnreachable(
+                    f"snapshot {self.id}: the segment of {self.plan.world.hosts[host]} was not "
+                    f"rebuilt within {DEADLINE_S:g} s"
+                )
+        check = SegmentCheck(self.manifests()[host])
+        bad: set[tuple[int, int]] = set()
+        for extent in extents:
+            view = arena.view(extent.start, extent.stop - extent.start)
+            bad.update((host, chunk) for chunk in check.bad_chunks(extent.start, view))
+            del view
+        if bad:
+            arena.close()
+            self.raise_bad(bad)
+        return arena
 
     def raise_bad(self, bad: Iterable[tuple[int, int]]) -> None:
         """Raises DamagedFragments for chunks at (place, offset in its segment)."""
@@ -237,7 +275,7 @@ class Recall:
                     self._given(host, answer)
                 self.cancel.wait(NOT_YET_S)
 
-    def rebuild(self, host: int) -> Bytes:
+    def rebuild(self, host: int) -> Rebuilt:
         """The segment of this place, made from the shares that are left, in memory of its own."""
         shares = self._live_shares()
         group = self.plan.world.group_of(host)
@@ -260,7 +298,10 @@ class Recall:
         )
         arena = Arena.create("jaxft-rebuilt", max(layout.manifests[host].length, 1))
         output = arena.view(0, layout.manifests[host].length)
-        # The view keeps the memory, and lets it go when it is let go of itself.
-        arena.close()
-        rebuild_segment(sources, host, lost, output)
-        return output
+        try:
+            arena.touch(0, output.size)
+            rebuild_segment(sources, host, lost, output)
+        except BaseException:
+            arena.close()
+            raise
+        return Rebuilt(arena, output)

@@ -6,8 +6,11 @@ server's thread only ever looks things up in it.
 
 from __future__ import annotations
 
+import os
 import secrets
+import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -33,6 +36,14 @@ from jaxft.host.wire import Refused
 SLOT_MIN_BYTES = 1 << 16
 
 
+class Rebuilt(NamedTuple):
+    """A segment that this host has made again from the others: `segment` lies in `arena`, from its
+    first byte on."""
+
+    arena: Arena
+    segment: Bytes
+
+
 class Shares:
     """The memory of one host.
 
@@ -44,7 +55,8 @@ class Shares:
         self.arenas = tuple(arenas)
         self.slots = self.arenas[1:]
         self._banks = banks.Ledger(self.arenas[0])
-        self.rebuilt: dict[tuple[SnapshotId, int], Bytes] = {}
+        self.rebuilt: dict[tuple[SnapshotId, int], Rebuilt] = {}
+        self._rebuilt_lock = threading.Lock()
         self._readable: dict[bytes, Bytes] = {}
 
     @classmethod
@@ -89,8 +101,8 @@ class Shares:
         for number, slot in enumerate(ledger.slots):
             if slot.readable and slot.id is not None:
                 self._publish_slot(table, number, slot, slot.id)
-        for (identity, host), view in self.rebuilt.items():
-            table[read_key("rebuilt", identity, host)] = view
+        for (identity, host), rebuilt in self.rebuilt.items():
+            table[read_key("rebuilt", identity, host)] = rebuilt.segment
         self._readable = table
 
     def _publish_slot(
@@ -175,9 +187,30 @@ class Shares:
                 found.append((number, str(error)))
         return found
 
+    def keep_rebuilt(self, identity: SnapshotId, host: int, rebuilt: Rebuilt) -> None:
+        """Has a rebuilt segment, which others may read once it is published."""
+        with self._rebuilt_lock:
+            old = self.rebuilt.get((identity, host))
+            if old is not None:
+                old.arena.close()
+            self.rebuilt[identity, host] = rebuilt
+
+    def map_rebuilt(self, identity: SnapshotId, host: int) -> Arena | None:
+        """The memory of a rebuilt segment, if it is here; for any thread, which then closes it."""
+        with self._rebuilt_lock:
+            found = self.rebuilt.get((identity, host))
+            return None if found is None else Arena.adopt(os.dup(found.arena.fd))
+
+    def drop_rebuilt(self) -> None:
+        """Lets rebuilt segments go; whoever has one mapped keeps its memory."""
+        with self._rebuilt_lock:
+            for one in self.rebuilt.values():
+                one.arena.close()
+            self.rebuilt = {}
+
     def close(self) -> None:
         self._readable = {}
-        self.rebuilt = {}
+        self.drop_rebuilt()
         for arena in self.arenas:
             arena.close()
 

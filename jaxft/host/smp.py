@@ -21,13 +21,15 @@ from jaxft.host.clients import Clients
 from jaxft.host.desk import Desk
 from jaxft.host.driver import Driver
 from jaxft.host.local import LocalListener
+from jaxft.host.pace import Pace
 from jaxft.host.shares import Shares
 from jaxft.host.wire_zmq import ZmqNetwork
 
 _log = logging.getLogger("jaxft.smp")
-TICK_S = 0.05
+# How often time passes in the core; all that must be quick wakes the loop itself.
+TICK_S = 0.25
+IDLE_TICK_S = 1.0
 ORPHAN_S = 600.0
-NICE = 5
 
 
 class Smp:
@@ -40,6 +42,7 @@ class Smp:
         timing: the root's patience.
         orphan_s: how long to live without an agent.
         memory_bytes_max: what the snapshot slots may take, if not all that there is.
+        bandwidth_max: bytes a second that coding may pull from peers; 0 is no limit.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class Smp:
         timing: Timing,
         orphan_s: float,
         memory_bytes_max: int | None = None,
+        bandwidth_max: float = 0.0,
     ) -> None:
         self.orphan_s = orphan_s
         self.shares = shares
@@ -73,16 +77,20 @@ class Smp:
             clients=self.clients,
             timing=timing,
             memory_bytes_max=memory_bytes_max,
+            pace=Pace(bandwidth_max) if bandwidth_max else None,
         )
         self.desk = Desk(self.driver, self.clients)
         self.listener = LocalListener(directory / "smp.sock")
         self._agent_at_s = time.monotonic()
+        # Silence is counted in ticks, so there have to be several within the shortest.
+        self._tick_s = min(TICK_S, timing.silence_s / 8)
+        self._idle_tick_s = min(IDLE_TICK_S, timing.silence_s / 8)
 
     def run(self) -> None:
         """Serves until told to stop or orphaned."""
         next_tick_s = 0.0
         while not self.desk.stopping and not self._orphaned():
-            wait_s = min(TICK_S, max(0.0, next_tick_s - time.monotonic()))
+            wait_s = max(0.0, next_tick_s - time.monotonic())
             fds = [self.listener.fileno(), *self.clients.fds(), *self.driver.writer_fds()]
             ready = self.endpoint.wait(fds, wait_s)
             for payload in self.endpoint.receive(0):
@@ -91,8 +99,11 @@ class Smp:
             self.driver.jobs.reap()
             self.driver.try_frozen()
             if time.monotonic() >= next_tick_s:
-                next_tick_s = time.monotonic() + TICK_S
                 self.driver.tick()
+                idle = self.driver.is_idle
+                next_tick_s = time.monotonic() + (self._idle_tick_s if idle else self._tick_s)
+            elif ready:
+                next_tick_s = min(next_tick_s, time.monotonic() + self._tick_s)
             self.desk.attend_waiting()
             self._let_go()
 
@@ -115,6 +126,13 @@ class Smp:
     def _orphaned(self) -> bool:
         if any(True for _ in self.clients.seated("agent")):
             self._agent_at_s = time.monotonic()
+        elif not self.listener.is_reachable:
+            _log.warning(
+                "no agent, and the socket %s that one could find this SMP by is gone: this SMP "
+                "ends and its memory is let go",
+                self.listener.path,
+            )
+            return True
         alone_s = time.monotonic() - self._agent_at_s
         if alone_s > self.orphan_s:
             _log.warning("no agent for %.0f s: this SMP ends and its memory is let go", alone_s)
@@ -136,6 +154,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--host", required=True)
     parser.add_argument("--dir", required=True, type=Path, help="directory of this host's sockets")
     parser.add_argument("--fds", default="", help="inherited descriptors: ledger,slot0,slot1")
+    parser.add_argument("--bandwidth-max", type=float, default=0.0, help="bytes a second; 0: any")
     parser.add_argument("--orphan-s", type=float, default=ORPHAN_S)
     parser.add_argument("--silence-s", type=float, default=Timing().silence_s)
     parser.add_argument("--rejoin-s", type=float, default=Timing().rejoin_s)
@@ -152,7 +171,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     faults.arm(config.faults_text())
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(NICE)
     timing = Timing(silence_s=args.silence_s, rejoin_s=args.rejoin_s, persist_s=args.persist_s)
     try:
         fds = [int(fd) for fd in args.fds.split(",")] if args.fds else []
@@ -165,6 +183,7 @@ def main(argv: list[str] | None = None) -> int:
             timing=timing,
             orphan_s=args.orphan_s,
             memory_bytes_max=config.memory_bytes_max(),
+            bandwidth_max=args.bandwidth_max,
         )
     except JaxftError as error:
         _log.error("cannot start: %s", error)

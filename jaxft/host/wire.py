@@ -1,7 +1,8 @@
 """The peer channel: what hosts tell each other, and how they read each other's memory.
 
-This is the interface. `wire_zmq` carries it over ZeroMQ, `wire_inprocess` is its twin for tests,
-and one conformance test holds for both.
+This is the interface. `wire_zmq` carries the messages over ZeroMQ and `wire_stream` the reads over
+plain sockets, `wire_inprocess` is the twin of both for tests, and one conformance test holds for
+all.
 
 Rules:
 

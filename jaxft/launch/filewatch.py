@@ -9,12 +9,16 @@ import contextlib
 import ctypes
 import os
 import select
+import struct
 import weakref
 from pathlib import Path
 
+# linux/inotify.h. What is not about the content may mean that another file has the name by now.
 IN_MODIFY = 0x00000002
-IN_MOVE_SELF = 0x00000800
+IN_ATTRIB = 0x00000004
 IN_DELETE_SELF = 0x00000400
+IN_MOVE_SELF = 0x00000800
+_EVENT = struct.Struct("iIII")
 _READ_BYTES = 1 << 16
 
 
@@ -41,16 +45,18 @@ class FileWatch:
         """Forgets what was written so far; whoever waits looks after this and before `wait`."""
         if self._fd < 0:
             return
+        # Events of a file, not of a directory: they carry no names, so all are of one size.
         with contextlib.suppress(BlockingIOError):
-            while os.read(self._fd, _READ_BYTES):
-                pass
+            while events := os.read(self._fd, _READ_BYTES):
+                if any(mask != IN_MODIFY for _, mask, _, _ in _EVENT.iter_unpack(events)):
+                    self._watched = None
         try:
             found = os.stat(self._path)
         except OSError:
             self._watched = None
             return
         if self._watched != (found.st_dev, found.st_ino):
-            mask = ctypes.c_uint32(IN_MODIFY | IN_MOVE_SELF | IN_DELETE_SELF)
+            mask = ctypes.c_uint32(IN_MODIFY | IN_ATTRIB | IN_DELETE_SELF | IN_MOVE_SELF)
             added = self._libc.inotify_add_watch(self._fd, os.fsencode(self._path), mask)
             self._watched = (found.st_dev, found.st_ino) if added >= 0 else None
 

@@ -150,6 +150,8 @@ def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+# Below that, a single piece of a snapshot would take longer than its server waits.
+RATE_MIN = 1e6
 _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?(?:/s)?", re.IGNORECASE)
 
 
@@ -164,9 +166,9 @@ def parse_rate(option: str, text: str) -> float:
     if match is not None:
         number, unit, binary = match.groups()
         rate = float(number) * (1024 if binary else 1000) ** " KMGT".index((unit or " ").upper())
-    if not 0 < rate < math.inf:
+    if not RATE_MIN <= rate < math.inf:
         raise ConfigError(
-            f"{option} {text}: expected bytes a second, for example 2GB, 500MB or 800MiB"
+            f"{option} {text}: expected bytes a second, at least 1MB, for example 2GB or 800MiB"
         )
     return rate
 

@@ -232,6 +232,12 @@ class _Rank:
         want = p.WantSlot(seq=seq, step=step, plan=plan, nbytes=nbytes)
         self.client.say(want, open_as="slot")
 
+    def reserve(self, nbytes: int) -> None:
+        """Says how much it will save."""
+        self.client.say(p.Reserve(nbytes=nbytes))
+        told = self.client.wait(lambda: self.client.reserved, WAIT_S, "room")
+        assert not told.error, told.error
+
     def granted(self, seq: int) -> Any:
         """The grant, or the outcome of a snapshot that comes to nothing without one."""
 

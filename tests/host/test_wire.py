@@ -489,6 +489,28 @@ def settled() -> int:
     return now
 
 
+def test_what_is_received_into_is_used_again_and_never_under_a_view() -> None:
+    network = ZmqNetwork()
+    server = network.serve("tcp://127.0.0.1:*", provide)
+    requests = [ReadRequest(server.address, b"x", n, MIB, n) for n in range(60)]
+    places: set[int] = set()
+    kept: dict[int, memoryview] = {}
+    reading = network.reader().read_many(
+        requests, peer_s=DEADLINE_S, deadline_s=DEADLINE_S, window_bytes=4 * MIB
+    )
+    for number, data in reading:
+        assert isinstance(data, memoryview)
+        if number % 20 == 0:
+            kept[number] = data
+        else:
+            places.add(np.frombuffer(data, np.uint8).ctypes.data)
+    # One in our hands, one that arrives, and those that were kept.
+    assert len(places) <= 3 + len(kept)
+    assert all(bytes(data) == pattern(number, MIB) for number, data in kept.items())
+    server.close()
+    network.close()
+
+
 # Peers that are other processes
 
 

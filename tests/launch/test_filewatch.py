@@ -1,0 +1,66 @@
+"""Waking up when a file is written to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxft.launch import sqlite
+from jaxft.launch.filewatch import FileWatch
+from jaxft.launch.sqlite import SqliteStore
+
+LONG_S = 20.0
+
+
+def waited_s(watch: FileWatch, timeout_s: float) -> float:
+    began_s = time.monotonic()
+    watch.wait(timeout_s)
+    return time.monotonic() - began_s
+
+
+def test_a_write_ends_the_wait_and_silence_does_not(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"a")
+    watch = FileWatch(path, poll_s=LONG_S)
+    watch.clear()
+    assert waited_s(watch, 0.05) >= 0.04
+    path.write_bytes(b"b")
+    assert waited_s(watch, LONG_S) < LONG_S / 2
+    watch.clear()
+    assert waited_s(watch, 0.05) >= 0.04
+
+
+def test_a_file_that_is_missing_or_replaced_is_looked_at_now_and_then(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    watch = FileWatch(path, poll_s=0.05)
+    watch.clear()
+    assert waited_s(watch, LONG_S) < LONG_S / 2
+    for content in (b"first", b"second"):
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+        watch.clear()
+        watch.clear()
+        assert waited_s(watch, 0.05) >= 0.04
+        path.write_bytes(b"more")
+        assert waited_s(watch, LONG_S) < LONG_S / 2
+
+
+def test_a_change_in_the_store_is_noticed_without_polling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "POLL_S", LONG_S)
+    mine, other = (SqliteStore(tmp_path / "store", job="j") for _ in range(2))
+    for number in range(3):
+        mine.read()
+        assert not mine.changed(0.05)
+        timer = threading.Timer(0.05, lambda n=number: other.commit({}, {"key": b"%d" % n}))
+        timer.start()
+        began_s = time.monotonic()
+        assert mine.changed(LONG_S)
+        assert time.monotonic() - began_s < LONG_S / 2
+        timer.join()
+    mine.close()
+    other.close()
