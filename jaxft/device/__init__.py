@@ -1,6 +1,8 @@
 """Between a tree of JAX arrays and bytes: what to save, how to take it, how to put it back.
 
-`leaves` gives every leaf one canonical form, `shards` decides which bytes of it this process
-saves, `transfer` takes those bytes before the next step may overwrite them, `assembly` puts bytes
-back into arrays on whatever mesh there is now, and `mesh` builds that mesh.
+`leaves` gives every leaf one canonical form, `shards` decides which bytes of it this process saves
+and `layout` where they lie, `transfer` takes those bytes before the next step may overwrite them
+(`gather` those of small leaves), `copying` puts them into the part, `assembly` finds out what is
+needed to restore on whatever mesh there is now, `placing` puts it into arrays, and `mesh` builds
+that mesh.
 """

@@ -1,23 +1,17 @@
-"""Assembly: the way back from the bytes of a snapshot to a tree of arrays.
+"""Assembly: which bytes of a snapshot belong where in a tree of arrays.
 
 Nothing here knows where the bytes come from: `match` finds out what belongs where, `needs` says
-which bytes this process has to have, and `assemble` asks a reader for them.
+which bytes this process has to have, and `reads` in which order `placing.assemble` asks for them.
 
 The rules:
 - Leaves are found by path. Shape, dtype and kind must be the target's; nothing is cast or padded. A
   Python number in the target takes the scalar array that was saved in its place.
 - The target's mesh may be any: what a device needs is looked up by index, not by rank or device.
-- A restored array shares no memory with what the reader returned: bytes are copied into fresh
-  buffers, which JAX may then take over without a copy.
-- Arrays come back with the target's sharding; uncommitted ones, and structs without a sharding,
-  come back uncommitted on the default device. Literals come from the first host's manifest.
-- Weak types come back for scalars that this process addresses fully. Other weakly typed arrays come
-  back strongly typed with the same bytes (JAX has no way to make them); a step may be traced anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,19 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxft.device.boxes import Box, count, from_index, intersect, sides, whole, within
-from jaxft.device.leaves import decode_literal, describe, element, flatten, show, stored_shape
+from jaxft.device.boxes import Box, count, intersect, whole
+from jaxft.device.leaves import describe, element, flatten, show, stored_shape
 from jaxft.device.shards import device_boxes
 from jaxft.errors import RestoreError, TreeMismatch
-from jaxft.group.manifest import ALIGN, CHUNK, Leaf, Manifest, Path
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-
-# (host index, offset in its segment, bytes) -> these bytes, checked. Called for pieces of `needs`.
-Read = Callable[[int, int, int], Bytes]
-
-# Bytes of arrays that may be on their way to the devices at the same time.
-IN_FLIGHT_BYTES = 256 * 1024 * 1024
+from jaxft.group.manifest import CHUNK, Leaf, Manifest, Path
 
 NAMED_MAX = 5
 
@@ -272,7 +258,8 @@ def _wanted(leaf: Leaf, like: Any) -> list[Box]:
 
 
 def _sources(leaf: Leaf, needed: Box, stored: Sequence[Stored]) -> tuple[Source, ...]:
-    """The rows of stored boxes that hold a box. Each element is stored once: counting is proof."""
+    """The rows of stored boxes that hold a box, in order. Each element is stored once: counting is
+    proof."""
     sources = []
     covered = 0
     for piece in stored:
@@ -285,7 +272,7 @@ def _sources(leaf: Leaf, needed: Box, stored: Sequence[Stored]) -> tuple[Source,
             f"leaf {show(leaf.path)}: the snapshot's manifests cover {covered} of the "
             f"{count(needed)} elements of {needed}; a host's manifest is missing or damaged"
         )
-    return tuple(sources)
+    return tuple(sorted(sources, key=lambda source: source.box))
 
 
 def _rows_with(piece: Stored, common: Box, itemsize: int) -> Source:
@@ -337,105 +324,9 @@ def _join(pieces: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def assemble(targets: Targets, read: Read) -> Any:
-    """Builds the tree. When it returns, nothing of it depends on what `read` returned.
-
-    Args:
-        targets: what to restore.
-        read: gives any piece within `needs(targets)`, checked; what it returns is copied.
-    """
-    flight = _Flight()
-    restored = [_restore(target, read, flight) for target in targets.targets]
-    flight.land()
-    return jax.tree_util.tree_unflatten(targets.treedef, restored)
-
-
-class _Flight:
-    """Arrays on their way to the devices, bounded, since each holds its host buffer until then."""
-
-    def __init__(self) -> None:
-        self._arrays: list[jax.Array] = []
-        self._bytes = 0
-
-    def add(self, array: jax.Array) -> None:
-        self._arrays.append(array)
-        self._bytes += array.nbytes
-        if self._bytes > IN_FLIGHT_BYTES:
-            self.land()
-
-    def land(self) -> None:
-        for array in self._arrays:
-            array.block_until_ready()
-        self._arrays.clear()
-        self._bytes = 0
-
-
-def _restore(target: Target, read: Read, flight: _Flight) -> Any:
-    leaf, like = target.leaf, target.like
-    if leaf.kind == "literal":
-        return decode_literal(leaf)
-    if leaf.kind == "numpy":
-        return _fill(leaf, target.fills[0], read)
-    array = _place(leaf, like, {fill.box: _fill(leaf, fill, read) for fill in target.fills})
-    flight.add(array)
-    if leaf.kind == "key":
-        return jax.random.wrap_key_data(array, impl=leaf.impl)
-    return weaken(array, like) if leaf.weak_type else array
-
-
-def _place(leaf: Leaf, like: Any, buffers: dict[Box, np.ndarray[Any, Any]]) -> jax.Array:
-    """Puts buffers on the devices. CPU devices take them over; replicas of a shard share one."""
-    array: jax.Array
-    if is_uncommitted(like):
-        (buffer,) = buffers.values()
-        array = jax.device_put(buffer)
-    else:
-        shape = stored_shape(leaf)
-        array = jax.make_array_from_callback(
-            shape,
-            like.sharding,
-            lambda index: buffers[from_index(index or (), shape)],
-            dtype=element(leaf),
-        )
-    return array
-
-
-def weaken(array: jax.Array, like: Any) -> jax.Array:
-    """The same scalar, weakly typed, where JAX can make it: from a Python scalar."""
-    if array.ndim or not array.is_fully_addressable:
-        return array
-    weak: jax.Array = jax.device_put(array.item())
-    if not is_uncommitted(like):
-        weak = jax.device_put(weak, like.sharding)
-    # The payload of a NaN does not always survive being a Python float.
-    same = weak.dtype == array.dtype and np.asarray(weak).tobytes() == np.asarray(array).tobytes()
-    return weak if same else array
-
-
-def _fill(leaf: Leaf, fill: Fill, read: Read) -> np.ndarray[Any, Any]:
-    """A fresh array of the box, filled."""
-    dtype = element(leaf)
-    filled = _empty(sides(fill.box), dtype)
-    raw = filled.view(_opaque(dtype))
-    for source in fill.sources:
-        data = read(source.host, source.offset, source.nbytes)
-        rows = data.view(_opaque(dtype)).reshape(sides(source.box))
-        common = intersect(source.box, fill.box)
-        assert common is not None, "a source has elements of the box it is for"
-        np.copyto(within(raw, fill.box[0], common), within(rows, source.box[0], common))
-    return filled
-
-
-def _opaque(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """A dtype of the same size whose elements NumPy copies without looking at them."""
-    return np.dtype(
-        f"u{dtype.itemsize}" if dtype.itemsize in (1, 2, 4, 8) else f"V{dtype.itemsize}"
-    )
-
-
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """Uninitialised memory at a multiple of ALIGN, which JAX's CPU devices take over as it is."""
-    nbytes = count(whole(shape)) * dtype.itemsize
-    memory = np.empty(nbytes + ALIGN, np.uint8)
-    start = -memory.ctypes.data % ALIGN
-    return memory[start : start + nbytes].view(dtype).reshape(shape)
+def reads(targets: Targets) -> Iterator[tuple[int, int, int]]:
+    """(host index, offset in its segment, bytes) of every piece, in the order they are used in."""
+    for target in targets.targets:
+        for fill in target.fills:
+            for source in fill.sources:
+                yield source.host, source.offset, source.nbytes

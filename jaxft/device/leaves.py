@@ -44,10 +44,12 @@ def flatten(tree: Any) -> tuple[list[tuple[Path, Any]], jax.tree_util.PyTreeDef]
 
 
 def _structured(keys: tuple[Any, ...]) -> Path:
-    return tuple(_structured_key(key, keys) for key in keys)
+    return tuple([_structured_key(key, keys) for key in keys])
 
 
 def _structured_key(key: Any, keys: tuple[Any, ...]) -> PathKey:
+    if type(key) is jax.tree_util.SequenceKey:  # trees with many leaves have lists of them
+        return "i", key.idx
     match key:
         case jax.tree_util.SequenceKey(idx=index):
             return "i", index

@@ -11,14 +11,16 @@ The rules:
   it for the whole world, and its digest is equal on all of them, or their trees differ.
 - `jax.ShapeDtypeStruct`s give the same plan as the arrays they stand for.
 
-A part holds the ranges by device, so that the bytes of one device are next to each other; what one
-device has for itself, and NumPy arrays, come last, wherever they are.
+Where the ranges lie in the part is told by `layout`.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +31,18 @@ import xxhash
 from jax import Device
 
 from jaxft.device.boxes import Box, count, cut_rows, from_index, whole
-from jaxft.device.leaves import describe, element, empty_nodes, flatten, show, stored_shape
+from jaxft.device.garbage import not_collected
+from jaxft.device.layout import Batch, Kind, Layout, Owned, Piece, Shard
+from jaxft.device.leaves import (
+    describe,
+    element,
+    empty_nodes,
+    flatten,
+    show,
+    stored_shape,
+)
 from jaxft.errors import ConfigError
-from jaxft.group.manifest import ALIGN, Leaf, Range, align
+from jaxft.group.manifest import Leaf, Path, Range
 
 SMALL_BYTES = 64 * 1024
 
@@ -54,20 +65,6 @@ class Processes:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Owned:
-    """A range that this process saves: rows `rows` of the shard of a leaf that `device` holds.
-
-    `device` is None for a NumPy leaf, and for a struct without a sharding; `shard` is the box of
-    the shard, in the leaf's stored elements. `rows` is None where the whole shard is owned.
-    """
-
-    range: Range
-    device: Device | None
-    shard: Box
-    rows: tuple[int, int] | None
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
     """Which bytes this process saves, and where in its part they go.
@@ -76,48 +73,37 @@ class Plan:
         leaves: every leaf of the tree, without the values of literals.
         empty: the tree's nodes with nothing in them, see `leaves.empty_nodes`.
         treedef: the tree's structure.
-        owned: this process's ranges, by ascending offset.
+        singles: this process's ranges of leaves that are taken one by one.
+        batches: small leaves that are taken together. The ranges of a tree of many leaves are made
+            when they are asked for, so that `save` does not wait for them.
         length: bytes of this process's part.
-        digest: xxh3_128 of the whole world's plan, in hex; equal on every process.
+        world: what is equal on all processes, beside the leaves: how many there are, and where in
+            the world the leaves are.
     """
 
     leaves: tuple[Leaf, ...]
     empty: tuple[Leaf, ...]
     treedef: jax.tree_util.PyTreeDef
-    owned: tuple[Owned, ...]
+    singles: tuple[Owned, ...]
+    batches: tuple[Batch, ...]
     length: int
-    digest: str
+    world: tuple[Any, ...]
 
-    @property
+    @functools.cached_property
+    def digest(self) -> str:
+        """xxh3_128 of the whole world's plan, in hex; equal on every process."""
+        return xxhash.xxh3_128(msgspec.msgpack.encode((self.leaves, self.world))).hexdigest()
+
+    @functools.cached_property
+    def owned(self) -> tuple[Owned, ...]:
+        """This process's ranges, by ascending offset."""
+        runs = (run.owned() for batch in self.batches for run in batch.runs)
+        found = [*self.singles, *itertools.chain.from_iterable(runs)]
+        return tuple(sorted(found, key=lambda owned: owned.range.offset))
+
+    @functools.cached_property
     def ranges(self) -> tuple[Range, ...]:
-        return tuple(owned.range for owned in self.owned)
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """One distinct shard of a leaf, and the devices that hold it, process by process.
-
-    `in_turn` has the same devices, one of each process and then the next of each, so that turns go
-    round the processes. Both are (None,) where it is the host that holds it.
-    """
-
-    box: Box
-    holders: tuple[Device | None, ...]
-    in_turn: tuple[Device | None, ...]
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """An owned box before it has an offset.
-
-    `is_alone` says that one device, or the host, has all of the leaf.
-    """
-
-    leaf: int
-    is_alone: bool
-    device: Device | None
-    shard: Box
-    box: Box
+        return tuple([owned.range for owned in self.owned])
 
 
 def make_plan(tree: Any, processes: Processes | None = None) -> Plan:
@@ -132,48 +118,70 @@ def make_plan(tree: Any, processes: Processes | None = None) -> Plan:
     """
     planner = _Planner(processes or Processes.here())
     with_path, treedef = flatten(tree)
-    described = tuple(describe(path, leaf) for path, leaf in with_path)
-    for number, (leaf, (_, value)) in enumerate(zip(described, with_path, strict=True)):
-        planner.add(number, leaf, value)
-    owned, length = _lay_out(planner.cuts, described)
+    leaves = tuple([planner.add(path, value) for path, value in with_path])
+    layout = Layout(planner.kinds.values())
     return Plan(
-        leaves=described,
+        leaves=leaves,
         empty=empty_nodes(tree),
         treedef=treedef,
-        owned=owned,
-        length=length,
-        digest=planner.digest(),
+        singles=tuple(layout.singles),
+        batches=tuple(layout.batches),
+        length=layout.end,
+        world=planner.world,
     )
 
 
 class _Planner:
-    """Goes through the leaves in order; whose turn it is depends on the leaves before."""
+    """Goes through the leaves in order; whose turn it is depends on the leaves before.
+
+    Trees have many leaves of few kinds: all that does not depend on the path is found out once.
+    """
 
     def __init__(self, processes: Processes) -> None:
-        self.cuts: list[_Cut] = []
+        self.kinds: dict[Hashable, Kind] = {}
         self._processes = processes
-        self._placements: dict[tuple[Any, ...], tuple[int, list[_Shard]]] = {}
+        self._placements: dict[tuple[Any, ...], int] = {}
+        self._placed: list[Any] = []
+        self._of_leaves: list[int] = []
         self._turns = {"small": 0, "rows": 0}
-        self._hash = xxhash.xxh3_128(msgspec.msgpack.encode(processes.count))
 
-    def digest(self) -> str:
-        return self._hash.hexdigest()
+    @property
+    def world(self) -> tuple[Any, ...]:
+        return self._processes.count, self._of_leaves, self._placed
 
-    def add(self, number: int, leaf: Leaf, value: Any) -> None:
-        self._hash.update(msgspec.msgpack.encode(leaf))
+    def add(self, path: Path, value: Any) -> Leaf:
+        """Takes the next leaf."""
+        signature = _signature(value)
+        kind = self.kinds.get(signature)
+        if kind is None:
+            kind = self.kinds[signature] = self._kind(describe(path, value), value)
+        known = kind.leaf
+        number = len(self._of_leaves)
+        self._of_leaves.append(kind.number)
+        if kind.shards:
+            turn = number
+            if kind.turns:
+                turn = self._turns[kind.turns]
+                self._turns[kind.turns] += 1
+            pieces = self._pieces(kind, turn)
+            if pieces:
+                kind.members.append((number, pieces))
+        return Leaf(path, known.kind, known.shape, known.dtype, known.impl, known.weak_type)
+
+    def _kind(self, leaf: Leaf, value: Any) -> Kind:
+        kind = Kind(leaf, value)
         if leaf.kind == "literal":
-            return
+            return kind
         sharding = None if leaf.kind == "numpy" else value.sharding
-        if sharding is None or self._is_local(leaf, sharding):
-            self._hash.update(b"local")
-            # Nothing says that what a process has to itself is the same on the others: each saves
-            # its own, and on which of its devices that is must not change the others' turns.
-            shards = _shards(sharding, leaf, self._processes.of)
-            self._cut(number, shards, _are_small(shards, leaf), number)
-        else:
-            shards = self._global_shards(sharding, leaf)
-            small = _are_small(shards, leaf)
-            self._cut(number, shards, small, self._turn("small" if small else "rows"))
+        kind.shards = _shards(sharding, leaf, self._processes.of)
+        kind.small = _are_small(kind.shards, leaf)
+        kind.period = math.lcm(*(len(shard.holders) for shard in kind.shards))
+        # Nothing says that what a process has to itself is the same on the others: each saves its
+        # own, and on which of its devices that is must not change the others' turns.
+        if sharding is not None and not self._is_local(leaf, sharding):
+            kind.turns = "small" if kind.small else "rows"
+            kind.number = self._placement((sharding, leaf.shape, stored_shape(leaf)), kind.shards)
+        return kind
 
     def _is_local(self, leaf: Leaf, sharding: jax.sharding.Sharding) -> bool:
         """Whether every process has this leaf to itself."""
@@ -186,35 +194,41 @@ class _Planner:
             )
         return len(owners) == 1
 
-    def _global_shards(self, sharding: jax.sharding.Sharding, leaf: Leaf) -> list[_Shard]:
-        key = (sharding, leaf.shape, stored_shape(leaf))
+    def _placement(self, key: tuple[Any, ...], shards: list[Shard]) -> int:
         if key not in self._placements:
-            shards = _shards(sharding, leaf, self._processes.of)
-            self._placements[key] = (len(self._placements), shards)
-            self._hash.update(msgspec.msgpack.encode([self._identify(shard) for shard in shards]))
-        number, shards = self._placements[key]
-        self._hash.update(msgspec.msgpack.encode(number))
-        return shards
+            self._placements[key] = len(self._placements)
+            self._placed.append([self._identify(shard) for shard in shards])
+        return self._placements[key]
 
-    def _identify(self, shard: _Shard) -> tuple[Any, ...]:
+    def _identify(self, shard: Shard) -> tuple[Any, ...]:
         return shard.box, [(self._processes.of(d), d.id) for d in shard.holders if d is not None]
 
-    def _turn(self, whose: str) -> int:
-        self._turns[whose] += 1
-        return self._turns[whose] - 1
+    def _pieces(self, kind: Kind, turn: int) -> list[Piece]:
+        """What this process owns of a leaf."""
+        turn %= kind.period
+        if turn not in kind.pieces:
+            kind.pieces[turn] = list(self._own_pieces(kind, turn))
+        return kind.pieces[turn]
 
-    def _cut(self, number: int, shards: list[_Shard], small: bool, turn: int) -> None:
+    def _own_pieces(self, kind: Kind, turn: int) -> Iterator[Piece]:
         """Gives every byte of a leaf's shards an owner and keeps what is this process's."""
-        is_alone = len(shards) == len(shards[0].holders) == 1
-        for shard in shards:
-            for device, box in self._owners(shard, small, turn):
-                if count(box) and (device is None or self._is_mine(device)):
-                    self.cuts.append(_Cut(number, is_alone, device, shard.box, box))
+        itemsize = element(kind.leaf).itemsize
+        is_alone = len(kind.shards) == len(kind.shards[0].holders) == 1
+        for shard in kind.shards:
+            first = shard.box[0]
+            for device, box in self._owners(shard, kind.small, turn):
+                if not count(box) or not (device is None or self._is_mine(device)):
+                    continue
+                rows = None
+                if box != shard.box:
+                    rows = (box[0][0] - first[0], box[1][0] - first[0])
+                area = (is_alone, 0 if is_alone or device is None else device.id)
+                yield Piece(area, device, shard.box, box, rows, count(box) * itemsize)
 
     def _is_mine(self, device: Device) -> bool:
         return self._processes.of(device) == self._processes.index
 
-    def _owners(self, shard: _Shard, small: bool, turn: int) -> list[tuple[Device | None, Box]]:
+    def _owners(self, shard: Shard, small: bool, turn: int) -> list[tuple[Device | None, Box]]:
         holders = shard.holders
         if small or not shard.box[0] or len(holders) == 1:
             return [(shard.in_turn[turn % len(holders)], shard.box)]
@@ -224,21 +238,21 @@ class _Planner:
         return list(zip(rotated, cut_rows(shard.box, len(holders)), strict=True))
 
 
-def _are_small(shards: list[_Shard], leaf: Leaf) -> bool:
+def _are_small(shards: list[Shard], leaf: Leaf) -> bool:
     return all(count(shard.box) * element(leaf).itemsize <= SMALL_BYTES for shard in shards)
 
 
-def _shards(sharding: Any, leaf: Leaf, process_of: Callable[[Device], int]) -> list[_Shard]:
+def _shards(sharding: Any, leaf: Leaf, process_of: Callable[[Device], int]) -> list[Shard]:
     """The distinct shards of an array, ordered by box."""
     if sharding is None:
-        return [_Shard(whole(stored_shape(leaf)), (None,), (None,))]
+        return [Shard(whole(stored_shape(leaf)), (None,), (None,))]
     holders: dict[Box, list[Device]] = {}
     for device, box in device_boxes(sharding, leaf).items():
         holders.setdefault(box, []).append(device)
     shards = []
     for box in sorted(holders):
         devices = sorted(holders[box], key=lambda device: (process_of(device), device.id))
-        shards.append(_Shard(box, tuple(devices), tuple(_interleave(devices, process_of))))
+        shards.append(Shard(box, tuple(devices), tuple(_interleave(devices, process_of))))
     return shards
 
 
@@ -265,28 +279,6 @@ def _interleave(devices: list[Device], process_of: Callable[[Device], int]) -> l
     return [device for _, device in sorted(zip(nth, devices, strict=True), key=lambda it: it[0])]
 
 
-def _lay_out(cuts: Sequence[_Cut], leaves: Sequence[Leaf]) -> tuple[tuple[Owned, ...], int]:
-    """Gives every cut its offset in the part, by device, then leaf, then place in the leaf."""
-    owned: list[Owned] = []
-    end = 0
-    for cut in sorted(cuts, key=_order):
-        start, stop = cut.box
-        nbytes = count(cut.box) * element(leaves[cut.leaf]).itemsize
-        offset = align(end, ALIGN)
-        end = offset + nbytes
-        rows = None
-        if cut.box != cut.shard:
-            rows = (start[0] - cut.shard[0][0], stop[0] - cut.shard[0][0])
-        placed = Range(leaf=cut.leaf, start=start, stop=stop, offset=offset, nbytes=nbytes)
-        owned.append(Owned(range=placed, device=cut.device, shard=cut.shard, rows=rows))
-    return tuple(owned), end
-
-
-def _order(cut: _Cut) -> tuple[Any, ...]:
-    place = 0 if cut.is_alone or cut.device is None else cut.device.id
-    return cut.is_alone, place, cut.leaf, cut.box
-
-
 class PlanCache:
     """Remembers the plans of the trees seen last, by structure, shapes, dtypes and shardings.
 
@@ -300,16 +292,17 @@ class PlanCache:
 
     def get(self, tree: Any) -> Plan:
         """The plan of a tree. Costs less than a microsecond a leaf where the tree is known."""
-        leaves, treedef = jax.tree_util.tree_flatten(tree)
-        key = (treedef, tuple(map(_signature, leaves)))
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans[key] = make_plan(tree, self._processes)
-            if len(self._plans) > self._size:
-                self._plans.popitem(last=False)
-        else:
-            self._plans.move_to_end(key)
-        return plan
+        with not_collected():
+            leaves, treedef = jax.tree_util.tree_flatten(tree)
+            key = (treedef, tuple(map(_signature, leaves)))
+            plan = self._plans.get(key)
+            if plan is None:
+                plan = self._plans[key] = make_plan(tree, self._processes)
+                if len(self._plans) > self._size:
+                    self._plans.popitem(last=False)
+            else:
+                self._plans.move_to_end(key)
+            return plan
 
 
 def _signature(leaf: Any) -> Hashable:

@@ -13,37 +13,38 @@ How the bytes are held until then:
 - "device": the same into device memory, to be read in the background: 1/R of the state in extra
   device memory, for devices whose copies to pinned memory are slow.
 
-Elements are bit-cast to unsigned integers before they are sliced: XLA changes the payload of some
-floats' NaNs otherwise.
+Small leaves are gathered in batches, whichever it is, once their programs are compiled.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import xxhash
 from jax import Device
-from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
+from jaxft.device.bits import bits_of
+from jaxft.device.copying import Bytes, PartCopy, Source
+from jaxft.device.garbage import not_collected
+from jaxft.device.gather import NO_MESH, Gatherer
+from jaxft.device.layout import Batch, Owned, Run
 from jaxft.device.leaves import SUB_BYTE_BITS, show, with_literals
-from jaxft.device.shards import Owned, Plan
+from jaxft.device.shards import Plan
 from jaxft.errors import ConfigError, StagingError
-from jaxft.group.manifest import CHUNK, Leaf
+from jaxft.group.manifest import Leaf
 
 Staging = Literal["view", "pinned_host", "device"]
 
 # Ranges that one compiled program takes: compile time grows faster than their number.
 PROGRAM_RANGES = 256
-
-# Bytes copied before they are checksummed: small enough to be in the cache still, and large enough
-# that the thread asks for the interpreter lock seldom.
-PIECE = 4 * CHUNK
 
 
 def default_staging() -> Staging:
@@ -64,7 +65,21 @@ def check_staging(staging: Staging | None) -> Staging:
     return staging
 
 
-def stage(plan: Plan, tree: Any, staging: Staging) -> StagedLeaves:
+def gatherer_for(staging: Staging) -> Gatherer:
+    """What gathers small leaves for this staging."""
+    return Gatherer("pinned_host" if staging == "pinned_host" else None)
+
+
+def wait_computed(tree: Any) -> None:
+    """Waits until whatever still computes a tree's arrays is done; `stage` says what is wrong with
+    one that could not be."""
+    with contextlib.suppress(RuntimeError):
+        jax.block_until_ready(tree)  # type: ignore[no-untyped-call]
+
+
+def stage(
+    plan: Plan, tree: Any, staging: Staging, gatherer: Gatherer | None = None
+) -> StagedLeaves:
     """Holds the owned ranges of a tree's leaves, so that the tree may be donated or changed.
 
     Blocks until a step that still computes the arrays is done for "view"; does not otherwise.
@@ -73,43 +88,122 @@ def stage(plan: Plan, tree: Any, staging: Staging) -> StagedLeaves:
         plan: the plan of this very tree.
         tree: the state; its arrays must not have been donated already.
         staging: how the bytes are held.
+        gatherer: takes those batches whose programs it has; it is that of the same staging.
 
     Raises:
         StagingError: a leaf could not be taken; names it.
         ConfigError: an unknown staging.
     """
     check_staging(staging)
-    values, treedef = jax.tree_util.tree_flatten(tree)
-    assert treedef == plan.treedef, "the plan is of another tree"
-    shards = _Shards(plan.leaves, values)
-    leaves = with_literals(plan.leaves, values)
-    held: list[_Held | None] = [None] * len(plan.owned)
-    taken: set[int] = set()
-    if staging != "view":
-        for program in _programs(plan, staging):
-            taken.update(program.slots)
-            for slot, output in zip(program.slots, program.run(shards, plan), strict=True):
-                held[slot] = _Held(output, None)
-    for slot, owned in enumerate(plan.owned):
-        if slot not in taken:
-            held[slot] = shards.view(owned)
-    return StagedLeaves(plan, leaves, held)
+    with not_collected():
+        values, treedef = jax.tree_util.tree_flatten(tree)
+        assert treedef == plan.treedef, "the plan is of another tree"
+        leaves = with_literals(plan.leaves, values)
+        return StagedLeaves(plan, leaves, _hold(plan, leaves, values, staging, gatherer))
 
 
-@dataclass(frozen=True)
+def _hold(
+    plan: Plan,
+    leaves: tuple[Leaf, ...],
+    values: list[Any],
+    staging: Staging,
+    gatherer: Gatherer | None,
+) -> list[Source]:
+    """The sources of all that the plan owns, by ascending offset."""
+    shards = _Shards(leaves, values)
+    sources: list[Source] = []
+    one_by_one: list[tuple[int, Sequence[Owned]]] = [(-1, plan.singles)]
+    for number, batch in enumerate(plan.batches):
+        gathered = None if gatherer is None else _gather(batch, plan, values, gatherer)
+        if gathered is None:
+            one_by_one.append((number, [one for run in batch.runs for one in run.owned()]))
+        else:
+            sources += gathered
+    for number, ranges in one_by_one:
+        for program in _programs(plan, number, staging) if staging != "view" else ():
+            outputs = program.run(shards, plan)
+            for owned, output in zip(program.ranges, outputs, strict=True):
+                sources.append(_Held(owned, leaves, output, None))
+        sources += [
+            shards.view(owned, leaves)
+            for owned in ranges
+            if staging == "view" or owned.device is None
+        ]
+    sources.sort(key=attrgetter("offset"))
+    return sources
+
+
+def _gather(batch: Batch, plan: Plan, values: list[Any], gatherer: Gatherer) -> list[Source] | None:
+    """Takes a batch as one array, if its program is there."""
+    try:
+        gathered = gatherer.gather(batch.kind, [values[leaf] for leaf in batch.leaves])
+    except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+        arrays = {leaf: values[leaf] for leaf in batch.leaves}
+        gone = (n for n, one in arrays.items() if isinstance(one, jax.Array) and one.is_deleted())
+        if (leaf := next(gone, None)) is not None:
+            raise _staging_error(plan.leaves[leaf], error) from error
+        if all(isinstance(one, jax.Array) for one in arrays.values()):
+            gatherer.refuse(batch.kind, error)
+        return None
+    if gathered is None:
+        return None
+    shards = {shard.device: shard.data for shard in gathered.addressable_shards}
+    return [_Gathered(run, plan, shards[run.piece.device]) for run in batch.runs]
+
+
 class _Held:
     """The source of one owned range: an array of it, or of its shard, of which `rows` are owned."""
 
-    data: Any
-    rows: tuple[int, int] | None
+    def __init__(
+        self,
+        owned: Owned,
+        leaves: tuple[Leaf, ...],
+        data: Any,
+        rows: tuple[int, int] | None,
+    ) -> None:
+        self.offset = owned.range.offset
+        self.nbytes = owned.range.nbytes
+        self._leaf = leaves[owned.range.leaf]
+        self._data = data
+        self._rows = rows
+        self._bytes: Bytes | None = None
 
-    def bytes_of(self, dtype: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def bytes(self) -> Bytes:
         """The range's canonical bytes; a view where the array is contiguous."""
-        array = np.asarray(jax.device_get(self.data))
-        if self.rows is not None:
-            array = array[slice(*self.rows)]
-        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        return data & _mask(dtype) if dtype in SUB_BYTE_BITS else data
+        if self._bytes is None:
+            array = np.asarray(jax.device_get(self._data))
+            if self._rows is not None:
+                array = array[slice(*self._rows)]
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            dtype = self._leaf.dtype
+            self._bytes = data & _mask(dtype) if dtype in SUB_BYTE_BITS else data
+        return self._bytes
+
+    def failed(self, error: BaseException) -> StagingError:
+        return _staging_error(self._leaf, error)
+
+
+class _Gathered:
+    """The source of a run: those rows of a gathered batch that are owned."""
+
+    def __init__(self, run: Run, plan: Plan, data: jax.Array) -> None:
+        self.offset = run.offset
+        self.nbytes = run.nbytes
+        self._leaf = plan.leaves[run.leaves[0]]
+        self._run = run
+        self._data = data
+        self._bytes: Bytes | None = None
+
+    def bytes(self) -> Bytes:
+        if self._bytes is None:
+            rows = np.asarray(jax.device_get(self._data))
+            if len(self._run.members) < len(rows):
+                rows = rows[list(self._run.members)]
+            self._bytes = rows.reshape(-1).view(np.uint8)[: self.nbytes]
+        return self._bytes
+
+    def failed(self, error: BaseException) -> StagingError:
+        return _staging_error(self._leaf, error)
 
 
 def _mask(dtype: str) -> np.uint8:
@@ -117,45 +211,68 @@ def _mask(dtype: str) -> np.uint8:
 
 
 class _Shards:
-    """The single-device arrays that a tree's leaves consist of."""
+    """The single-device arrays that a tree's leaves consist of. Each costs some microseconds to
+    reach, and a view of it some more: only those that are owned are."""
 
     def __init__(self, leaves: tuple[Leaf, ...], values: list[Any]) -> None:
         self._leaves = leaves
         self._values = values
-        self._by_device: dict[int, dict[Device, jax.Array]] = {}
+        self._places: dict[Sharding, dict[Device, int]] = {}
+        self._views: dict[tuple[int, Any], np.ndarray[Any, Any]] = {}
 
     def on(self, device: Device, leaf: int) -> jax.Array:
         """The shard of a leaf that a device holds, as key data where it is a key."""
-        if leaf not in self._by_device:
-            try:
-                self._by_device[leaf] = self._take_apart(leaf)
-            except ConfigError:
-                raise
-            except (RuntimeError, ValueError, MemoryError) as error:
-                raise _staging_error(self._leaves[leaf], error) from error
-        return self._by_device[leaf][device]
+        self._refuse_struct(leaf)
+        with self._naming(leaf):
+            shards = self._array(leaf).addressable_shards
+            found: jax.Array = next(one.data for one in shards if one.device == device)
+            return found
 
-    def _take_apart(self, leaf: int) -> dict[Device, jax.Array]:
-        value = self._values[leaf]
-        if not isinstance(value, jax.Array):
-            raise ConfigError(
-                f"leaf {show(self._leaves[leaf].path)} is a {type(value).__name__}, which has no "
-                "bytes to save; save the arrays themselves"
-            )
+    def view(self, owned: Owned, leaves: tuple[Leaf, ...]) -> _Held:
+        """Holds a range without a copy if it is a device's, and by a copy if it is NumPy's. Where
+        several devices of this process have the same shard, one view of it is enough."""
+        leaf = owned.range.leaf
+        self._refuse_struct(leaf)
+        if owned.device is None and not isinstance(self._values[leaf], jax.Array):
+            return _Held(owned, leaves, np.array(self._values[leaf], order="C"), owned.rows)
+        key = (leaf, owned.shard)
+        if key not in self._views:
+            with self._naming(leaf):
+                self._views[key] = np.asarray(self._shard(owned))
+        return _Held(owned, leaves, self._views[key], owned.rows)
+
+    def _shard(self, owned: Owned) -> jax.Array:
+        """The shard that the owner holds, or a replica of it."""
+        value = self._array(owned.range.leaf)
+        sharding = value.sharding
+        if sharding not in self._places:
+            # Arrays of the same sharding number their shards alike.
+            numbered = enumerate(value.addressable_shards)
+            self._places[sharding] = {shard.device: number for number, shard in numbered}
+        places = self._places[sharding]
+        number = 0 if owned.device is None else places[owned.device]
+        shard: jax.Array = value.addressable_data(number)
+        return shard
+
+    def _array(self, leaf: int) -> jax.Array:
+        value: jax.Array = self._values[leaf]
         if self._leaves[leaf].kind == "key":
             value = jax.random.key_data(value)
-        return {shard.device: shard.data for shard in value.addressable_shards}
+        return value
 
-    def view(self, owned: Owned) -> _Held:
-        """Holds a range without a copy if it is a device's, and by a copy if it is NumPy's."""
-        leaf = self._leaves[owned.range.leaf]
-        if owned.device is None:
-            return _Held(np.array(self._values[owned.range.leaf], order="C"), owned.rows)
-        data = self.on(owned.device, owned.range.leaf)
+    def _refuse_struct(self, leaf: int) -> None:
+        if isinstance(self._values[leaf], jax.ShapeDtypeStruct):
+            raise ConfigError(
+                f"leaf {show(self._leaves[leaf].path)} is a ShapeDtypeStruct, which has no bytes "
+                "to save; save the arrays themselves"
+            )
+
+    @contextlib.contextmanager
+    def _naming(self, leaf: int) -> Iterator[None]:
         try:
-            return _Held(np.asarray(data), owned.rows)
+            yield
         except (RuntimeError, ValueError, MemoryError) as error:
-            raise _staging_error(leaf, error) from error
+            raise _staging_error(self._leaves[leaf], error) from error
 
 
 def _staging_error(leaf: Leaf, error: BaseException) -> StagingError:
@@ -167,54 +284,46 @@ def _staging_error(leaf: Leaf, error: BaseException) -> StagingError:
 
 @dataclass(frozen=True, eq=False)
 class _Program:
-    """A compiled copy of some of a device's owned ranges into memory that no step can touch.
-
-    `slots` are the ranges' numbers in the plan.
-    """
+    """A compiled copy of some of a device's owned ranges into memory that no step can touch."""
 
     device: Device
-    slots: tuple[int, ...]
+    ranges: tuple[Owned, ...]
     copy: Callable[[list[jax.Array]], list[jax.Array]]
 
     def run(self, shards: _Shards, plan: Plan) -> list[jax.Array]:
-        inputs = [shards.on(self.device, plan.owned[slot].range.leaf) for slot in self.slots]
+        inputs = [shards.on(self.device, owned.range.leaf) for owned in self.ranges]
         try:
             # The caller may be within `jax.set_mesh`, whose devices are not this program's.
-            with jax.set_mesh(_mesh_of(self.device)):
+            with jax.set_mesh(NO_MESH):
                 return self.copy(inputs)
         except (RuntimeError, ValueError, MemoryError) as error:
-            names = ", ".join(
-                show(plan.leaves[plan.owned[slot].range.leaf].path) for slot in self.slots[:4]
-            )
+            names = ", ".join(show(plan.leaves[one.range.leaf].path) for one in self.ranges[:4])
             raise StagingError(
-                f"{len(self.slots)} leaves on {self.device} ({names}, ...) could not be copied: "
+                f"{len(self.ranges)} leaves on {self.device} ({names}, ...) could not be copied: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
 
-@functools.lru_cache
-def _mesh_of(device: Device) -> Mesh:
-    grid = np.empty(1, dtype=object)
-    grid[0] = device
-    return Mesh(grid, ("device",), axis_types=(AxisType.Auto,))
-
-
-@functools.lru_cache(maxsize=8)
-def _programs(plan: Plan, staging: Staging) -> tuple[_Program, ...]:
-    """The programs that copy all that the plan owns on devices, compiled at their first run."""
-    by_device: dict[Device, list[int]] = {}
-    for slot, owned in enumerate(plan.owned):
+@functools.lru_cache(maxsize=64)
+def _programs(plan: Plan, batch: int, staging: Staging) -> tuple[_Program, ...]:
+    """The programs that copy all that the plan owns on devices of a batch (by number; -1: of no
+    batch), compiled at their first run."""
+    ranges = plan.singles
+    if batch >= 0:
+        ranges = tuple([one for run in plan.batches[batch].runs for one in run.owned()])
+    by_device: dict[Device, list[Owned]] = {}
+    for owned in ranges:
         if owned.device is not None:
-            by_device.setdefault(owned.device, []).append(slot)
+            by_device.setdefault(owned.device, []).append(owned)
     return tuple(
-        _program(plan, staging, device, tuple(slots[first : first + PROGRAM_RANGES]))
-        for device, slots in by_device.items()
-        for first in range(0, len(slots), PROGRAM_RANGES)
+        _program(staging, device, tuple(found[first : first + PROGRAM_RANGES]))
+        for device, found in by_device.items()
+        for first in range(0, len(found), PROGRAM_RANGES)
     )
 
 
-def _program(plan: Plan, staging: Staging, device: Device, slots: tuple[int, ...]) -> _Program:
-    rows = [plan.owned[slot].rows for slot in slots]
+def _program(staging: Staging, device: Device, ranges: tuple[Owned, ...]) -> _Program:
+    rows = [owned.rows for owned in ranges]
     in_device_memory = SingleDeviceSharding(device)
 
     def copy(shards: list[jax.Array]) -> list[jax.Array]:
@@ -223,7 +332,7 @@ def _program(plan: Plan, staging: Staging, device: Device, slots: tuple[int, ...
         return [_owned_bits(shard, cut) for shard, cut in zip(here, rows, strict=True)]
 
     memory = in_device_memory if staging == "device" else _pinned(device)
-    return _Program(device, slots, jax.jit(copy, out_shardings=memory))
+    return _Program(device, ranges, jax.jit(copy, out_shardings=memory))
 
 
 def _pinned(device: Device) -> SingleDeviceSharding:
@@ -231,22 +340,9 @@ def _pinned(device: Device) -> SingleDeviceSharding:
 
 
 def _owned_bits(shard: jax.Array, rows: tuple[int, int] | None) -> jax.Array:
-    bits = _bits(shard)
+    bits = bits_of(shard)
     # Without the copy, a shard that is taken whole and unchanged could be the output itself.
     return jnp.copy(bits) if rows is None else bits[slice(*rows)]
-
-
-def _bits(array: jax.Array) -> jax.Array:
-    """The elements as unsigned integers of the same bytes (a complex one as two)."""
-    dtype = array.dtype
-    if dtype == jnp.bool_:
-        return array.astype(jnp.uint8)
-    if dtype.name in SUB_BYTE_BITS:
-        unsigned = jnp.dtype(f"uint{SUB_BYTE_BITS[dtype.name]}")
-        return jax.lax.bitcast_convert_type(array, unsigned).astype(jnp.uint8)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return jnp.stack([_bits(jax.lax.real(array)), _bits(jax.lax.imag(array))], axis=-1)
-    return jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * dtype.itemsize}"))
 
 
 class StagedLeaves:
@@ -256,14 +352,14 @@ class StagedLeaves:
         leaves: every leaf of the tree, with the values of literals.
     """
 
-    def __init__(self, plan: Plan, leaves: tuple[Leaf, ...], held: list[_Held | None]) -> None:
+    def __init__(self, plan: Plan, leaves: tuple[Leaf, ...], sources: list[Source]) -> None:
         self.leaves = leaves
         self._plan = plan
-        self._held = held
+        self._sources: list[Source] | None = sources
 
     def copy_into(
         self,
-        dest: np.ndarray[Any, np.dtype[np.uint8]],
+        dest: Bytes,
         *,
         on_progress: Callable[[int], None] | None = None,
     ) -> bytes:
@@ -271,7 +367,8 @@ class StagedLeaves:
 
         Args:
             dest: uint8, contiguous, at least `plan.length` long; bytes between ranges become zero.
-            on_progress: called after each range with the number of bytes of the part done so far.
+            on_progress: called after each range, or batch of them, with the number of bytes of the
+                part done so far.
 
         Returns:
             The part's checksums: little-endian xxh3_64 of each CHUNK.
@@ -281,55 +378,12 @@ class StagedLeaves:
         """
         assert dest.dtype == np.uint8, "a part is bytes"
         assert len(dest) >= self._plan.length, "the part does not fit"
-        writer = _PartWriter(dest[: self._plan.length])
-        try:
-            for slot, owned in enumerate(self._plan.owned):
-                held, self._held[slot] = self._held[slot], None
-                assert held is not None, "copied twice"
-                leaf = self.leaves[owned.range.leaf]
-                try:
-                    writer.write(owned.range.offset, held.bytes_of(leaf.dtype))
-                    if on_progress is not None:
-                        on_progress(writer.done)
-                except (OSError, RuntimeError, ValueError, MemoryError) as error:
-                    raise _staging_error(leaf, error) from error
-        finally:
-            self.release()
-        return writer.finish()
+        sources, self._sources = self._sources, None
+        assert sources is not None, "copied twice"
+        copy = PartCopy(dest[: self._plan.length], sources, on_progress)
+        del sources
+        return copy.run()
 
     def release(self) -> None:
         """Lets go of all sources without copying them."""
-        self._held = [None] * len(self._held)
-
-
-class _PartWriter:
-    """Writes a part from front to back, and checksums each chunk as soon as it is complete."""
-
-    def __init__(self, part: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        self.done = 0
-        self._part = part
-        self._checksums = bytearray()
-        self._checked = 0
-
-    def write(self, offset: int, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        self._part[self.done : offset] = 0
-        self.done = offset
-        taken = 0
-        while taken < len(data):
-            # Pieces end where chunks end.
-            size = min(len(data) - taken, PIECE - self.done % PIECE)
-            np.copyto(self._part[self.done : self.done + size], data[taken : taken + size])
-            taken += size
-            self.done += size
-            self._check(self.done // CHUNK * CHUNK)
-
-    def _check(self, end: int) -> None:
-        while self._checked < end:
-            chunk = self._part[self._checked : min(self._checked + CHUNK, end)]
-            self._checksums += xxhash.xxh3_64_intdigest(chunk.data).to_bytes(8, "little")
-            self._checked += len(chunk)
-
-    def finish(self) -> bytes:
-        """The checksums of the whole part."""
-        self._check(len(self._part))
-        return bytes(self._checksums)
+        self._sources = None

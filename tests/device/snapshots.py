@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import xxhash
 
-from jaxft.device.assembly import Table, assemble, match, needs
+from jaxft.device.assembly import Table, match, needs
+from jaxft.device.placing import assemble
 from jaxft.device.shards import Plan, Processes, make_plan
 from jaxft.device.transfer import Staging, stage
 from jaxft.group.manifest import CHUNK, Leaf, Manifest, Part, SnapshotId, align

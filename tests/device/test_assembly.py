@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxft.device.assembly import Table, assemble, match, needs
+from jaxft.device.assembly import Table, match, needs, reads
 from jaxft.device.mesh import make_mesh
+from jaxft.device.placing import assemble
 from jaxft.device.shards import make_plan
 from jaxft.errors import RestoreError, TreeMismatch
 from jaxft.group.manifest import CHUNK
@@ -81,6 +82,34 @@ def test_restored_state_may_be_donated_case_3() -> None:
     want = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree))(arrays)
     assert_same(step(restored), want)
     assert_same(snapshot.restore(arrays), arrays)
+
+
+def test_the_first_step_takes_over_the_memory_of_all_restored_arrays() -> None:
+    mesh = make_mesh({"data": -1, "model": 2})
+    state = state_on(mesh)
+    arrays = {name: state[name] for name in ("rows", "both", "columns", "copies", "vector")}
+    restored = take(arrays).restore(arrays)
+    before = {name: _pointers(leaf) for name, leaf in restored.items()}
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    assert {name: _pointers(leaf) for name, leaf in step(restored).items()} == before
+
+
+def _pointers(leaf: jax.Array) -> list[int]:
+    return [shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards]
+
+
+def test_reads_are_in_the_order_of_use() -> None:
+    state = state_on(make_mesh({"data": -1, "model": 2}))
+    snapshot = take(state, 2)
+    targets = match(state, snapshot.table)
+    asked: list[tuple[int, int, int]] = []
+
+    def read(host: int, offset: int, nbytes: int) -> np.ndarray:
+        asked.append((host, offset, nbytes))
+        return snapshot.segments[host][offset : offset + nbytes]
+
+    assert_same(assemble(targets, read), state)
+    assert asked == list(reads(targets))
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
