@@ -348,7 +348,7 @@ class Rank:
     def _ask(self) -> None:
         assert self.saving is not None
         step_s = self.sim.measured_s + 0.05 * self.sim.soon(0, 4)
-        measured = Measured(cost_s=step_s * self.number, protect_s=0.3, step_s=step_s)
+        measured = Measured(cost_s=step_s * (self.number % 3), protect_s=0.3, step_s=step_s)
         step, call = self.saving.step, self.saving_call
         ask = e.SlotWanted(self.number, self.asked, step, self.digest, 64, step_s, call, measured)
         self._tell(ask)
