@@ -28,6 +28,9 @@ from jaxft.host.local import LocalChannel, connect, make_private
 HOST = "alone"
 SOCKET = "solo.sock"
 START_S = 30.0
+# Exit status of a keeper that found another one there; and how long that may take to end.
+IN_USE = 2
+END_S = 10.0
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True, tag="attach"):
@@ -99,6 +102,7 @@ def attach(job: str | None, floor: int = 0) -> Seat:
     name = default_job() if job is None else config.check_name("job", job)
     directory = config.host_dir(config.run_dir().absolute(), name, HOST)
     deadline_s = time.monotonic() + START_S
+    ending_s = time.monotonic() + END_S
     started: subprocess.Popen[bytes] | None = None
     while time.monotonic() < deadline_s:
         try:
@@ -106,6 +110,8 @@ def attach(job: str | None, floor: int = 0) -> Seat:
         except WireError:  # it is not there, or about to end
             if started is None:
                 started = _start(name, directory)
+            elif started.poll() == IN_USE and time.monotonic() < ending_s:
+                started = None
             elif started.poll() is not None:
                 break
             time.sleep(0.02)

@@ -98,10 +98,10 @@ class Solo:
         poller.poll(TICK_S * 1000)
 
     def _shut_down(self) -> None:
-        self._persisting.kill()
         self._listener.close()
-        if self._script is not None:
-            self._script.close()
+        for channel in (*self._asking, *([self._script] if self._script is not None else [])):
+            channel.close()
+        self._persisting.kill()
         self._smp.stop()
         remove(self.directory, self._lock, keep_logs=not self._finished)
 
@@ -130,7 +130,9 @@ class Solo:
             self._asking.append(channel)
         if self._script is not None:
             self._listen_to_script(self._script)
-        if self._smp.welcome is not None:
+        # One that is about to end seats nobody: whoever asks finds the connection closed, and starts
+        # another keeper.
+        if self._smp.welcome is not None and not self._over():
             for asking in list(self._asking):
                 self._answer(asking, self._smp.welcome)
 
@@ -214,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
         Solo(args.job, args.orphan_s).run()
     except JobInUse as error:
         _say(str(error))
-        return 2
+        return attach.IN_USE
     except JaxftError as error:
         _say(f"ended: {error}")
         return 1

@@ -94,6 +94,30 @@ def test_a_notebook_fails_in_a_cell_and_goes_on_in_the_next(environ):
     until_gone(environ)
 
 
+AGAIN = """
+import jax.numpy as jnp
+import jaxft
+for number in range(6):
+    with jaxft.Snapshotter(every=1, job="j") as snapshotter:
+        assert snapshotter.restore({"x": jnp.arange(8.0)}) is None
+        snapshotter.save(number, {"x": jnp.arange(8.0)}).protected.result(30)
+print("all", flush=True)
+"""
+
+
+def test_one_after_the_other_in_a_process_never_meets_a_keeper_that_ends(environ):
+    script = subprocess.run(
+        [sys.executable, "-c", AGAIN],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert script.stdout == "all\n", script.stderr
+    until_gone(environ)
+
+
 PERSISTS = """
 import os, signal, sys, time
 import jax.numpy as jnp
