@@ -5,7 +5,7 @@ limit copies as many bytes as the devices receive (replicas counted) into huge p
 still has to give. Orbax restores the same state from tmpfs, which is its page cache.
 
 `restore_own` is the time from the plan to the arrays, `restore_own[call]` the whole call, with what
-all processes have to agree on before. `restore_own[donated]` is the share of restored buffers whose
+all processes have to agree on before. `restore_own[donated]` is the share of restored bytes whose
 memory the first step takes over, once the snapshot that `restore` takes has let go of them.
 """
 
@@ -100,7 +100,9 @@ def _restore(like: Any) -> Taken:
     until(lambda: snapshotter.latest == number, "restore's own snapshot", WAIT_S)
     before = pointers(state)
     state = ready(step(state))
-    donated = len(before & pointers(state)) / len(before)
+    after = pointers(state)
+    taken_over = sum(nbytes for where, nbytes in before.items() if where in after)
+    donated = taken_over / sum(before.values())
     snapshotter.close(failing=True)
     return Taken(data_s, call_s, donated)
 

@@ -124,10 +124,10 @@ def received_bytes(state: Any) -> int:
     )
 
 
-def pointers(state: Any) -> set[int]:
-    """Where the buffers of a state lie."""
+def pointers(state: Any) -> dict[int, int]:
+    """Where the buffers of a state lie -> their bytes."""
     return {
-        shard.data.unsafe_buffer_pointer()
+        shard.data.unsafe_buffer_pointer(): shard.data.nbytes
         for leaf in jax.tree.leaves(state)
         for shard in leaf.addressable_shards
     }

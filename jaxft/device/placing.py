@@ -6,7 +6,8 @@ The rules:
   makes arrays of their own of them, on all devices at once. Their buffers are XLA's: the first step
   may donate them. Replicas of a shard are copied from the same bytes, which are read once.
 - What does not lie there whole rows at a time is put together in a fresh buffer first. Other
-  devices copy from the reader's bytes, or from such a buffer.
+  devices copy from the reader's bytes, or from such a buffer. So does a CPU where the leaf is
+  small: to compile a program for it would cost more than its first donation, which allocates.
 - Floats travel as unsigned integers of their size: XLA changes the payload of some NaNs otherwise.
 - Arrays come back with the target's sharding; uncommitted ones, and structs without a sharding,
   come back uncommitted on the default device. Literals come from the first host's manifest.
@@ -38,6 +39,9 @@ Read = Callable[[int, int, int], Bytes]
 
 # Bytes of arrays that may be on their way to the devices at the same time.
 IN_FLIGHT_BYTES = 256 * 1024 * 1024
+
+# Bytes of a leaf in this process from which on a compiled copy is worth its compilation.
+COPIED_BYTES = 1024 * 1024
 
 
 def assemble(targets: Targets, read: Read) -> Any:
@@ -81,7 +85,9 @@ def _restore(target: Target, read: Read, flight: _Flight) -> Any:
     if leaf.kind == "numpy":
         return _fill(leaf, target.fills[0], read)
     sharding = None if is_uncommitted(like) else like.sharding
-    place = _place_by_copy if _can_alias(leaf, sharding) else _place
+    here_bytes = sum(source.nbytes for fill in target.fills for source in fill.sources)
+    worth_it = here_bytes >= COPIED_BYTES and _can_alias(leaf, sharding)
+    place = _place_by_copy if worth_it else _place
     array = place(leaf, sharding, target.fills, read)
     flight.add(array)
     if leaf.kind == "key":

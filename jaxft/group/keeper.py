@@ -229,7 +229,8 @@ class Keeper:
             case e.RankFailed() | e.RebuildFailed():
                 if self.directive.plan is not None and event.attempt == self.directive.plan.attempt:
                     self._damaged |= frozenset(event.damaged)
-                    self._failure = self._failure or event.reason
+                    # Never empty: that would read as no failure.
+                    self._failure = self._failure or event.reason or "it did not say why"
             case e.SlotWanted():
                 return self._slot_wanted(event)
             case e.PartStaged(rank, seq, part):

@@ -421,7 +421,8 @@ class Driver:
 
         def done(result: tuple[int, int, GroupBlob] | None, error: BaseException | None) -> None:
             if error is not None or result is None:
-                reason = "stopped" if isinstance(error, ReadCancelled) else f"no parity: {error}"
+                why = str(error) or repr(error)
+                reason = "stopped" if isinstance(error, ReadCancelled) else f"no parity: {why}"
                 self.happen(e.CodingFailed(effect.id, reason))
                 return
             self._coded(effect, *result)
@@ -467,7 +468,9 @@ class Driver:
                     return
                 if error is not None or result is None:
                     damaged: frozenset[Damage] = getattr(error, "damaged", frozenset())
-                    self.happen(e.RebuildFailed(plan.attempt, str(error), tuple(sorted(damaged))))
+                    # Never empty: that would read as no failure.
+                    reason = str(error) or repr(error)
+                    self.happen(e.RebuildFailed(plan.attempt, reason, tuple(sorted(damaged))))
                     return
                 assert plan.chosen is not None
                 self.shares.keep_rebuilt(plan.chosen, host, result)

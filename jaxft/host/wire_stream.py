@@ -479,7 +479,8 @@ class _Server(Generic[T]):
 
     def _fill(self, target: memoryview) -> bool:
         """Receives the rest of `target`; whether it is full now."""
-        assert self._socket is not None
+        if self._socket is None:  # lost since it was seen to have something to say
+            return False
         left = target[self._filled :]
         try:
             count = self._socket.recv_into(left, len(left), socket.MSG_WAITALL)

@@ -130,8 +130,8 @@ class Solo:
             self._asking.append(channel)
         if self._script is not None:
             self._listen_to_script(self._script)
-        # One that is about to end seats nobody: whoever asks finds the connection closed, and starts
-        # another keeper.
+        # One that is about to end seats nobody: whoever asks finds the connection closed, and
+        # starts another keeper.
         if self._smp.welcome is not None and not self._over():
             for asking in list(self._asking):
                 self._answer(asking, self._smp.welcome)

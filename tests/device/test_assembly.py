@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxft.device import placing
 from jaxft.device.assembly import Table, match, needs, reads
 from jaxft.device.mesh import make_mesh
 from jaxft.device.placing import assemble
@@ -19,6 +20,14 @@ from jaxft.device.shards import make_plan
 from jaxft.errors import RestoreError, TreeMismatch
 from jaxft.group.manifest import CHUNK
 from tests.device.snapshots import as_seen_by, assert_same, processes, raw, take, take_one
+
+
+@pytest.fixture(autouse=True, params=["small leaves compiled", "small leaves filled"])
+def small_leaves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways onto the devices, for leaves that are small enough for a test."""
+    if request.param == "small leaves compiled":
+        monkeypatch.setattr(placing, "COPIED_BYTES", 0)
+    return request.param
 
 
 def state_on(mesh: Mesh) -> dict[str, Any]:
@@ -84,7 +93,10 @@ def test_restored_state_may_be_donated_case_3() -> None:
     assert_same(snapshot.restore(arrays), arrays)
 
 
-def test_the_first_step_takes_over_the_memory_of_all_restored_arrays() -> None:
+def test_the_first_step_takes_over_the_memory_of_what_a_program_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(placing, "COPIED_BYTES", 0)
     mesh = make_mesh({"data": -1, "model": 2})
     state = state_on(mesh)
     arrays = {name: state[name] for name in ("rows", "both", "columns", "copies", "vector")}

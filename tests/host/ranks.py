@@ -117,8 +117,8 @@ class _Rank:
     def restored(self, attempt: int, how: str) -> None:
         self.client.say(p.Restored(attempt=attempt, how=how), open_as="restored")
 
-    def failed(self, attempt: int, damaged: tuple[Any, ...]) -> None:
-        self.client.say(p.RestoreFailed(attempt=attempt, reason="test", damaged=damaged))
+    def failed(self, attempt: int, damaged: tuple[Any, ...], reason: str = "test") -> None:
+        self.client.say(p.RestoreFailed(attempt=attempt, reason=reason, damaged=damaged))
 
     def settled(self) -> None:
         self.client.wait(lambda: self.client.settled, WAIT_S, "settling")

@@ -282,6 +282,15 @@ def test_an_smp_that_stands_still_in_a_recovery_is_a_fault_that_names_it(make_ho
     assert World(hosts, 2, CODES[0]).restore().chosen is None
 
 
+def test_a_restore_that_fails_for_no_reason_given_is_a_fault_all_the_same(make_hosts):
+    hosts = make_hosts(2)
+    world = World(hosts, 1, CODES[1])
+    for rank in world.ranks:
+        attempt = rank.do("plan", 0).attempt
+    world.ranks[1].do("failed", attempt, (), "")
+    assert "did not say why" in hosts[0].until(p.FaultTold).reason
+
+
 def test_a_root_that_was_stopped_itself_blames_nobody(make_hosts):
     hosts = make_hosts(4, "--silence-s", "0.6")
     world = World(hosts, 1, CODES[0])

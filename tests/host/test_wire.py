@@ -575,6 +575,30 @@ def test_a_server_killed_and_restarted_during_a_read(remote: Transport) -> None:
     assert whole == pattern(0, size)
 
 
+def test_a_server_killed_while_another_is_read_is_asked_again(remote: Transport) -> None:
+    """It had something to say, and was found gone when it was asked for more."""
+    size, count = 4 * MIB, 400
+    with (
+        child("serve_bulk", remote.hint(), size) as stays,
+        child("serve_bulk", remote.hint(), size) as goes,
+    ):
+        addresses = [stays.line(), goes.line()]
+        requests = [
+            ReadRequest(addresses[n % 2], b"x", n % 16 * MIB // 4, MIB // 4, n)
+            for n in range(count)
+        ]
+        reading = remote.network.reader().read_many(
+            requests, peer_s=DEADLINE_S, deadline_s=3 * DEADLINE_S, window_bytes=8 * MIB
+        )
+        got = {tag: len(data) for tag, data in itertools.islice(reading, 41)}
+        goes.kill()
+        with child("serve_bulk", addresses[1], size) as again:
+            got.update((tag, len(data)) for tag, data in reading)
+            again.end()
+        stays.end()
+    assert got == dict.fromkeys(range(count), MIB // 4)
+
+
 def test_a_server_killed_during_a_read_is_named_in_time(remote: Transport) -> None:
     with child("serve_bulk", remote.hint(), 4 * MIB) as server:
         address = server.line()
