@@ -342,7 +342,8 @@ def _refuse_to_start_over(plan: Plan) -> None:
     if plan.newest_known is not None:
         reasons = "; ".join(plan.reasons)
         raise NothingRecoverable(
-            f"snapshot {plan.newest_known} was committed and cannot be given back: {reasons}. "
+            f"snapshot {plan.newest_known}, or a newer one, was committed and cannot be given "
+            f"back: {reasons}. "
             "Bring back the lost hosts, or give an OrbaxFallback with a checkpoint, or start anew "
             "with `jaxft run --fresh` or Snapshotter(fresh=True)"
         )

@@ -479,11 +479,16 @@ def give_up(view: View, rules: Rules) -> JobEnd | None:
         steps = [
             view.progress[one.generation].step for one in vain if one.generation in view.progress
         ]
-        newest = max(steps, default=-1)
-        where = f"no snapshot newer than step {newest}" if newest >= 0 else "no snapshot at all"
-        why = f"{len(vain)} failures in a row brought {where}"
+        step = max(steps, default=-1)
+        where = f"no snapshot newer than step {step}" if step >= 0 else "no snapshot at all"
+        count = "1 failure" if len(vain) == 1 else f"{len(vain)} failures in a row"
+        why = f"{count} brought {where}"
     else:
         return None
+    newest = view.newest_progress
+    # One of an earlier run is not in this one's memory.
+    if not lost and newest.snapshot is not None and newest.snapshot.generation > view.number:
+        why += f"; the snapshot of step {newest.step} goes with the run's memory"
     return JobEnd(
         kind="world" if lost or fault.kind == "smp_report" else "script",
         reason=f"{fault.detail} (generation {fault.generation}); {why}",

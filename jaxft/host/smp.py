@@ -1,7 +1,8 @@
 """The snapshot management process: `python -m jaxft.host.smp`, started and watched by the agent.
 
 One loop waits for peers, local clients and jobs, and feeds what happens to the core. The process
-ends when the agent says so, or when it has been without an agent for `orphan_s`.
+ends when the agent says so, or when it has been without an agent for `orphan_s`. SIGINT and SIGTERM
+do not end it: what tells a whole machine to end must leave the agents time for a last snapshot.
 """
 
 from __future__ import annotations
@@ -169,8 +170,9 @@ def main(argv: list[str] | None = None) -> int:
         level=logging.INFO,
         format=f"%(asctime)s {args.host} smp[{os.getpid()}] %(levelname)s %(name)s: %(message)s",
     )
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     faults.arm(config.faults_text())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     timing = Timing(silence_s=args.silence_s, rejoin_s=args.rejoin_s, persist_s=args.persist_s)
     try:
         fds = [int(fd) for fd in args.fds.split(",")] if args.fds else []

@@ -16,7 +16,6 @@ import secrets
 import select
 import signal
 import time
-from collections.abc import Mapping
 from types import FrameType
 
 from jaxft import config, faults
@@ -41,9 +40,10 @@ from jaxft.group.records import (
 from jaxft.group.world import Generation, Member, encode
 from jaxft.host import protocol
 from jaxft.host.local import make_private
+from jaxft.launch.announcements import code_of, in_words
 from jaxft.launch.console import Console
 from jaxft.launch.hostdir import Lock, RankFile, ReservedPort, remove
-from jaxft.launch.last_snapshot import SHARE, LastSnapshot
+from jaxft.launch.last_snapshot import SHARE, LastSnapshot, last_words
 from jaxft.launch.options import KILL_S, RunOptions
 from jaxft.launch.persisting import Persisting
 from jaxft.launch.probe import answering
@@ -115,6 +115,7 @@ class Agent:
         self._report: tuple[str, str] | None = None
         self._answers: dict[str, bool] = {}
         self._probed_s = 0.0
+        self._unheard: dict[str, float] = {}
         self._said = ""
         self._waits = ("", 0.0)
         self._failed = True
@@ -148,7 +149,8 @@ class Agent:
             if interrupted.number == signal.SIGTERM and self._store is not None:
                 self._take_last_snapshot(self._store)
             self._console.say(f"{interrupted}: the ranks are told to end")
-            self._ranks.end(interrupted.number, max(0.0, deadline_s - time.monotonic()))
+            left_s = max(0.0, deadline_s - time.monotonic())
+            self._ranks.end(interrupted.number, left_s, lambda: self._hurried)
             raise
         finally:
             self._shut_down()
@@ -180,36 +182,48 @@ class Agent:
             os.write(self._wake_w, b"!")
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._hurried = self._hurried or number == signal.SIGINT
+        # Not a second SIGINT: it may be the first one, come by another way.
+        after_another = self._signal not in (0, signal.SIGINT)
+        self._hurried = self._hurried or (after_another and number == signal.SIGINT)
         self._signal = self._signal or number
         self._wake()
 
     def _take_last_snapshot(self, store: Store) -> None:
         """This host is to go (preemption, for example): asks for a snapshot out of turn and waits
         until it is protected, or for a share of the time there is. SIGINT ends the wait."""
-        if not self._ranks.running or self._ranks.exits or not self._smp.is_up:
+        if not self._ranks.running:
             return
-        self._last_snapshot.ask()
         deadline_s = time.monotonic() + SHARE * self.options.term_grace_s
+        why_not = self._no_last_snapshot(deadline_s)
+        if not why_not:
+            self._last_snapshot.ask()
         try:
-            while self._last_snapshot.answer is None and time.monotonic() < deadline_s:
+            while self._last_snapshot.answer is None and not why_not:
                 self._wait()
                 for happening in self._smp.poll():
                     self._smp_happened(happening, store)
                 self._ranks.poll()
                 self._mind_helper()
-                if self._hurried or self._ranks.exits:
-                    break
+                why_not = self._no_last_snapshot(deadline_s)
         except LaunchError as error:
-            self._console.say(str(error))
-        turn = self._last_snapshot.answer or Turn(number=0, result="there was no time for it")
-        if turn.result == "protected":
-            self._console.say(f"a last snapshot, of step {turn.step}, is protected")
-        else:
-            self._console.say(f"no last snapshot: {turn.result}")
+            why_not = str(error)
+        turn = self._last_snapshot.answer or Turn(number=0, result=why_not)
+        self._console.say(last_words(turn))
         self._events.emit(
             "last_snapshot", generation=self._entered, step=turn.step, result=turn.result
         )
+
+    def _no_last_snapshot(self, deadline_s: float) -> str:
+        """Why it is not waited for any more; "" while it is."""
+        if self._ranks.exits:
+            return f"rank {self._ranks.exits[0].rank} of this host has ended"
+        view = self._watcher.view() if self._watcher is not None else None
+        fault = view.faults.get(self._entered) if view is not None else None
+        if fault is not None:
+            return f"generation {self._entered} has ended: {fault.detail}"
+        if self._hurried:
+            return "SIGINT ended the wait for it"
+        return "there was no time for it" if time.monotonic() > deadline_s else ""
 
     def _shut_down(self) -> None:
         """Ends everything, whatever of it there is; the SMP is given a few seconds."""
@@ -293,7 +307,7 @@ class Agent:
         facts = {key: value for key, value in detail.items() if key not in ("event", "generation")}
         self._events.emit(kind, generation=number, **facts)
         if kind not in QUIET_KINDS:
-            self._console.say(f"generation {number}: {_in_words(kind, facts)}")
+            self._console.say(f"generation {number}: {in_words(kind, facts)}")
         if kind == "generation_floor":
             self._floor = max(self._floor, int(detail.get("number", 0)))
             self._register()
@@ -322,6 +336,8 @@ class Agent:
             running=bool(self._ranks.running),
             grace_s=self.options.store_grace_s,
             patience_s=self.options.form_timeout_s,
+            unheard_s=self._unheard_s(away=error is not None),
+            peer_s=self.options.lease_s,
         )
         if absence.action == "kill":
             self._console.say(absence.reason)
@@ -331,6 +347,19 @@ class Agent:
             raise error
         elif absence.reason:
             self._say_once(absence.reason)
+
+    def _unheard_s(self, *, away: bool) -> dict[str, float]:
+        """Members whose SMP does not answer, and for how long; asked while the store is away."""
+        now_s = time.monotonic()
+        if not away:
+            self._unheard = {}
+        elif self._generation is not None and now_s - self._probed_s > PROBE_EVERY_S:
+            others = [one for one in self._generation.hosts if one.host != self._host]
+            silent = [host for host, there in answering(others).items() if not there]
+            # Since before it was asked: the answer may have taken its time.
+            self._unheard = {host: self._unheard.get(host, now_s) for host in silent}
+            self._probed_s = time.monotonic()
+        return {host: now_s - since_s for host, since_s in self._unheard.items()}
 
     # -------------------------------------------------------------------- deciding and doing
 
@@ -414,7 +443,10 @@ class Agent:
                 reason=decision.reason,
             )
             names = ", ".join(member.host for member in generation.hosts)
-            self._console.say(f"generation {generation.number} ({names}): {decision.reason}")
+            self._console.say(
+                f"generation {generation.number} ({names}; {code_of(generation)}): "
+                f"{decision.reason}"
+            )
 
     def _enter(self, generation: Generation, index: int | None, reason: str) -> None:
         """Old ranks are dead; the SMP is told; then the new ones are started."""
@@ -425,6 +457,7 @@ class Agent:
         self._progress.enter(generation)
         self._last_snapshot.enter()
         self._answers = {}
+        self._unheard = {}
         self._smp.enter(generation)
         self._events.emit(
             "generation_entered",
@@ -473,7 +506,10 @@ class Agent:
                 host=fault.host,
                 silent_s=self.options.lease_s,
             )
-        self._console.say(f"generation {fault.generation} ends: {fault.detail}")
+        self._console.say(
+            f"generation {fault.generation} ends: {fault.detail}; its ranks are stopped, and the "
+            "next generation follows unless the job gives up"
+        )
 
     def _finish(self, decision: m.Finish, store: Store) -> JobEnd | None:
         """The end, once it stands in the store."""
@@ -494,17 +530,6 @@ class Agent:
         elif reason != self._said and left_s > 0 and now_s - self._waits[1] > WONDER_S:
             self._said = reason
             self._console.say(f"{reason} (at most {left_s:.0f} s more)")
-
-
-def _in_words(kind: str, facts: Mapping[str, str | int | float]) -> str:
-    """What an SMP announced, for a person."""
-    if kind == "settled":
-        # A checkpoint that plain Orbax wrote has a step and no identity.
-        whence = f" (snapshot {facts['base']})" if facts["base"] else ""
-        step = facts["step"]
-        return f"goes on from step {step}{whence}" if whence or step else "begins anew"
-    told = ", ".join(f"{key} {value}" for key, value in facts.items() if value != "")
-    return f"{kind}{': ' if told else ''}{told}"
 
 
 def clear_ended_run(store: Store) -> None:

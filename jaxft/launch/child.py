@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from jaxft.errors import LaunchError
@@ -111,8 +111,14 @@ def kill_all(children: Iterable[Child], timeout_s: float) -> None:
         time.sleep(_POLL_S)
 
 
-def end_all(children: Iterable[Child], number: int, grace_s: float, kill_s: float) -> None:
-    """The signal to their groups, some time to end, then SIGKILL.
+def end_all(
+    children: Iterable[Child],
+    number: int,
+    grace_s: float,
+    kill_s: float,
+    hurried: Callable[[], bool] = lambda: False,
+) -> None:
+    """The signal to their groups, some time to end (or until it is `hurried`), then SIGKILL.
 
     Raises:
         LaunchError: as `kill_all`.
@@ -122,6 +128,8 @@ def end_all(children: Iterable[Child], number: int, grace_s: float, kill_s: floa
     for child in children:
         child.signal(number)
     while time.monotonic() < deadline_s and any(child.status() is None for child in children):
+        if hurried():
+            break
         time.sleep(_POLL_S)
     kill_all(children, kill_s)
 

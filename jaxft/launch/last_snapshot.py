@@ -10,6 +10,16 @@ from jaxft.launch.smp_process import SnapshotProcess
 SHARE = 0.7
 
 
+def last_words(turn: Turn) -> str:
+    """What became of it, for a person."""
+    if turn.result == "protected":
+        return (
+            f"a last snapshot, of step {turn.step}, is protected in the memory of the hosts that "
+            "stay: it goes when all of them end"
+        )
+    return f"no last snapshot: {turn.result}"
+
+
 class LastSnapshot:
     """Asks the root through this host's SMP.
 

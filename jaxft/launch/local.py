@@ -62,7 +62,7 @@ class LocalWorld:
         self._due: dict[str, float] = {}
         self._over_s: float | None = None
         self._failed = True
-        self._signal = 0
+        self._signals: list[int] = []
 
     def run(self) -> JobEnd:
         """Runs the job to its end and takes everything away but, after a failure, the logs.
@@ -80,10 +80,9 @@ class LocalWorld:
             for host in self._hosts:
                 self._start(host, self._options.fresh)
             while self._agents or self._due:
-                if self._signal:
-                    grace_s = self._options.term_grace_s + END_S / 2
-                    end_all(self._agents.values(), self._signal, grace_s, KILL_S)
-                    raise Interrupted(self._signal)
+                if self._signals:
+                    self._end_agents()
+                    raise Interrupted(self._signals[0])
                 if self._over_s is not None and time.monotonic() - self._over_s > END_S:
                     names = ", ".join(self._agents)
                     self._console.say(f"the job is over; the agents of {names} are killed")
@@ -101,7 +100,20 @@ class LocalWorld:
             self._events.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signal = self._signal or number
+        self._signals.append(number)
+
+    def _end_agents(self) -> None:
+        """Passes the signals on, also those that come while the agents end, and waits."""
+        agents = list(self._agents.values())
+        deadline_s = time.monotonic() + self._options.term_grace_s + END_S / 2
+        told = 0
+        while time.monotonic() < deadline_s and any(agent.status() is None for agent in agents):
+            for number in self._signals[told:]:
+                told += 1
+                for agent in agents:
+                    agent.signal(number)
+            time.sleep(POLL_S)
+        kill_all(agents, KILL_S)
 
     def _check(self) -> None:
         """What every agent would fail at is said once, and before any of them is started."""

@@ -38,7 +38,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         form_timeout_s: how long to wait for `hosts_min` hosts before the job fails.
         exit_grace_s: how long the ranks may take to end after the first one did.
         term_grace_s: how long ending may take when the run is told to end: on SIGTERM most of it is
-            for a last snapshot, taken out of turn, the rest is for the ranks.
+            for a last snapshot, taken out of turn, the rest is for the ranks. A SIGINT after
+            that ends it at once.
         orphan_s: how long a host's memory lives on without an agent.
         silence_s: how long an SMP may be silent before snapshots are held or, while recovering,
             a new generation is formed; after twice as long its agent starts it again.

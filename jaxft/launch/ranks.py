@@ -102,9 +102,10 @@ class Ranks:
         """SIGKILL at once, and until all are dead. Raises LaunchError if one does not die."""
         self._end(lambda children: kill_all(children, KILL_S))
 
-    def end(self, number: int, grace_s: float) -> None:
-        """The signal, some time to end, then SIGKILL. Raises LaunchError if one does not die."""
-        self._end(lambda children: end_all(children, number, grace_s, KILL_S))
+    def end(self, number: int, grace_s: float, hurried: Callable[[], bool]) -> None:
+        """The signal, some time to end (or until it is `hurried`), then SIGKILL. Raises LaunchError
+        if one does not die."""
+        self._end(lambda children: end_all(children, number, grace_s, KILL_S, hurried))
 
     def _end(self, way: Callable[[list[Child]], None]) -> None:
         began_s = time.monotonic()

@@ -6,7 +6,7 @@ import pytest
 
 from jaxft.group.absence import mind_absence
 
-TIMES: dict[str, Any] = {"grace_s": 60.0, "patience_s": 300.0}
+TIMES: dict[str, Any] = {"grace_s": 60.0, "patience_s": 300.0, "peer_s": 5.0, "unheard_s": {}}
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,20 @@ def test_the_reason_says_how_long_and_what_next() -> None:
         "waited for, 300 s at most"
     )
     assert mind_absence(1.0, "", running=True, **TIMES).reason == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "unheard_s", "action"),
+    [
+        ("no answer", {"host1": 5.1}, "kill"),
+        ("no answer", {"host1": 5.0}, "go on"),
+        ("", {"host1": 50.0}, "go on"),
+    ],
+)
+def test_without_the_store_every_member_has_to_answer(
+    error: str, unheard_s: dict[str, float], action: str
+) -> None:
+    times = {**TIMES, "unheard_s": unheard_s}
+    absence = mind_absence(20.0, error, running=True, **times)
+    assert absence.action == action
+    assert ("host1" in absence.reason) is (action == "kill")

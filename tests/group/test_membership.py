@@ -581,14 +581,33 @@ def test_a_script_that_fails_at_once_twice_is_not_started_again() -> None:
 def test_a_crash_at_the_same_step_ends_the_job_and_names_the_step_case_37() -> None:
     board = Board(*NAMES)
     board.form()
-    assert isinstance(fail_again(board, Progress(base=-1, step=50)), m.Form)
+    snapshot = SnapshotId(1, 3, "n")
+    assert isinstance(fail_again(board, Progress(base=-1, step=50, snapshot=snapshot)), m.Form)
+    again = Progress(base=50, step=50, snapshot=snapshot)
     for _ in range(2):
         board.form()
-        assert isinstance(fail_again(board, Progress(base=50, step=50)), m.Form)
+        assert isinstance(fail_again(board, again), m.Form)
     board.form()
-    end = fail_again(board, Progress(base=50, step=50))
+    end = fail_again(board, again)
     assert isinstance(end, m.Finish)
-    assert "3 failures in a row brought no snapshot newer than step 50" in end.reason
+    assert end.reason.endswith(
+        "3 failures in a row brought no snapshot newer than step 50; "
+        "the snapshot of step 50 goes with the run's memory"
+    )
+    # What this run was given from storage, of an earlier one, is not in memory alone.
+    board.put(NUMBER, 1)
+    end = settle(m.Observer(RULES), board, me())
+    assert end.reason.endswith("newer than step 50")
+
+
+def test_one_failure_is_none_in_a_row() -> None:
+    board = Board(*NAMES)
+    board.form()
+    board.fault(lived_s=90.0)
+    board.acknowledge(*NAMES)
+    rules = msgspec.structs.replace(RULES, restarts_max=1)
+    end = settle(m.Observer(rules), board, me())
+    assert end.reason.endswith("; 1 failure brought no snapshot at all")
 
 
 def test_progress_and_losses_do_not_count_as_failures() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import time
 
@@ -39,6 +40,19 @@ def test_the_snapshot_process_as_the_agent_starts_it(make_hosts):
         host.say(p.Stop())
         host.reaped()
         assert [path.name for path in host.directory.iterdir()] == ["smp.log"]
+
+
+def test_a_signal_to_all_processes_of_a_host_leaves_it_to_the_agent(make_hosts):
+    hosts = make_hosts(2, command=True)
+    for host in hosts:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            host.signal(number)
+    world = World(hosts, 1, PAIR)
+    world.restore()
+    assert world.save(0, 1, segments(2)).ok
+    for host in hosts:
+        host.say(p.Stop())
+        host.reaped()
 
 
 def test_ranks_end_with_their_agent_and_a_new_one_adopts_the_memory(make_hosts):

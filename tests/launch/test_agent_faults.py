@@ -163,6 +163,18 @@ def test_ranks_do_not_train_on_without_the_store() -> None:
         world.assert_nothing_left()
 
 
+def test_without_the_store_a_lost_host_is_found_by_its_snapshot_process() -> None:
+    """Its lease says nothing then, and the other ranks would wait in a collective for the grace."""
+    grace_s = 20.0
+    options = (*TWO, "--lease-s", "1", "--store-grace-s", str(grace_s), "--no-respawn")
+    with run(*options) as world:
+        world.running(1, 2)
+        (world.run_dir / "j" / "store.db").rename(world.base / "away.db")
+        since = world.kill("host1", "agent", "smp", "rank")
+        assert killed_within(world, since, ["host0"]) < grace_s / 2
+        assert "the snapshot processes of host1 have not for 1 s" in world.errors()
+
+
 def test_what_a_rank_has_started_ends_with_it() -> None:
     code = (
         "import os, subprocess, time; g = os.environ['JAXFT_GENERATION']; "

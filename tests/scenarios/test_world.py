@@ -95,6 +95,30 @@ def test_who_killed_its_ranks_for_an_absent_store_says_so(monkeypatch: Patch) ->
     )
 
 
+def a_host_is_lost_while_the_store_is_away() -> None:
+    """No lease says so, and the others' ranks would wait for it until the grace is over."""
+    stage = Stage(agents=True)
+    stage.commits(2)
+    stage.store.go_away()
+    stage.lose("c")
+    stage.run(GRACE_S / 2)
+    stage.keep(not any(rank.alive for rank in stage.sim.ranks()), "world", "ranks wait in vain")
+    stage.store.come_back()
+    stage.peace()
+
+
+def test_without_the_store_a_world_lives_while_every_member_answers(monkeypatch: Patch) -> None:
+    def trusting(silent_s: float, error: str, **words: Any) -> Absence:
+        return mind_absence(silent_s, error, **(words | {"unheard_s": {}}))
+
+    shown(
+        a_host_is_lost_while_the_store_is_away,
+        lambda patch: patch.setattr(store, "mind_absence", trusting),
+        "world",
+        monkeypatch,
+    )
+
+
 def test_a_world_without_a_store_ends(monkeypatch: Patch) -> None:
     shown(the_store_is_away_for_long, _never_killed, "world", monkeypatch)
 

@@ -18,7 +18,7 @@ from jaxft.group.absence import mind_absence
 from jaxft.group.manifest import SnapshotId
 from jaxft.group.messages import StorageEntry
 from jaxft.group.records import Fault, HostRecord, Progress, View
-from jaxft.group.world import Generation
+from jaxft.group.world import Generation, Member
 from tests.sim.rank import Job, Rank, State
 
 if TYPE_CHECKING:
@@ -208,6 +208,8 @@ class Agent:
         self.progress: tuple[int, Progress] | None = None
         self.renewed_s = self.sim.now
         self.killing = False
+        self.members: tuple[Member, ...] = ()
+        self.unheard: dict[str, float] = {}
 
     def poll(self) -> None:
         """Renews, looks, decides, acts; and again, while this agent lives."""
@@ -280,6 +282,7 @@ class Agent:
                 self.running = 0 if generation.index_of(self.machine.name) is None else self.entered
                 self.exits = []
                 self.answers = {}
+                self.members, self.unheard = generation.hosts, {}
                 self.machine.enter(generation)
             case m.KillRanks(generation=number):
                 self.machine.kill_ranks()
@@ -289,6 +292,15 @@ class Agent:
                 self.store.declare(fault, expect_one)
             case _:
                 self.sim.checker.fail("progress", f"{self.machine.name} decides {decision}")
+
+    def _unheard_s(self) -> dict[str, float]:
+        """Members of the generation that was entered whose SMP does not answer, and since when."""
+        for member in self.members:
+            if self.sim.reader(self.machine.name, member.address) is not None:
+                self.unheard.pop(member.host, None)
+            else:
+                self.unheard.setdefault(member.host, self.sim.now)
+        return {host: self.sim.now - since_s for host, since_s in self.unheard.items()}
 
     def mind(self) -> None:
         """What a store that does not answer means for this host's ranks. Nothing else is done until
@@ -300,6 +312,8 @@ class Agent:
             running=bool(self.running) and not self.killing,
             grace_s=self.store.grace_s,
             patience_s=self.store.rules.form_timeout_s,
+            unheard_s=self._unheard_s(),
+            peer_s=LEASE_S,
         )
         if absence.action == "kill":
             self.sim.log(self.machine.name, absence.reason)
