@@ -67,6 +67,7 @@ class Keeper:
         self.directive = Directive(version=-1)
         self.options: dict[int, RankOptions] = {}
         self._restored: dict[int, str] = {}
+        self._said: dict[int, e.RankRestored | e.RankFailed] = {}
         self._finished = False
         self._damaged: frozenset[Damage] = frozenset()
         self._failure = ""
@@ -223,14 +224,11 @@ class Keeper:
                 return self._heard(sender, body, now_s)
             case e.RankJoined(rank, options):
                 return self._rank_joined(rank, options)
-            case e.RankRestored(rank, attempt, how):
-                if self.directive.plan is not None and attempt == self.directive.plan.attempt:
-                    self._restored[rank] = how
-            case e.RankFailed() | e.RebuildFailed():
-                if self.directive.plan is not None and event.attempt == self.directive.plan.attempt:
-                    self._damaged |= frozenset(event.damaged)
-                    # Never empty: that would read as no failure.
-                    self._failure = self._failure or event.reason or "it did not say why"
+            case e.RankRestored() | e.RankFailed():
+                self._said[event.rank] = event
+                self._tried(event)
+            case e.RebuildFailed():
+                self._tried(event)
             case e.SlotWanted():
                 return self._slot_wanted(event)
             case e.PartStaged(rank, seq, part):
@@ -366,11 +364,25 @@ class Keeper:
         self._damaged = frozenset()
         self._failure = ""
         self._finished = self._whole(plan)
+        # Ranks say to an SMP that was started again what came of the plan before it knows the plan.
+        for said in self._said.values():
+            self._tried(said)
         effects: list[e.Effect] = []
         if any(segment.rebuilt for segment in plan.segments):
             effects.append(e.Rebuild(plan))
         effects.append(e.TellPlan(plan))
         return effects
+
+    def _tried(self, event: e.RankRestored | e.RankFailed | e.RebuildFailed) -> None:
+        """What came of a plan; only of the newest one it counts."""
+        if self.directive.plan is None or event.attempt != self.directive.plan.attempt:
+            return
+        if isinstance(event, e.RankRestored):
+            self._restored[event.rank] = event.how
+            return
+        self._damaged |= frozenset(event.damaged)
+        # Never empty: that would read as no failure.
+        self._failure = self._failure or event.reason or "it did not say why"
 
     def _whole(self, plan: Plan) -> bool:
         """Is what this host holds of the chosen snapshot coded (or is there nothing to code)?"""

@@ -149,6 +149,8 @@ class Rank:
         """To an SMP that was started again: what is still open."""
         if self.saving is not None:
             self._ask()
+        if self.verified is not None and not self.running:
+            self._tell(e.RankRestored(self.number, self.verified.attempt, "verified"))
         for said in (self.part, self.failed, self.missed):
             if said is not None:
                 self._tell(said)
@@ -200,9 +202,6 @@ class Rank:
     # ------------------------------------------------------------------ restoring
 
     def _planned(self, plan: Plan) -> None:
-        if self.verified is not None and self.verified.attempt == plan.attempt:
-            self._tell(e.RankRestored(self.number, plan.attempt, "verified"))
-            return
         if self.plan is not None and self.plan.attempt == plan.attempt:
             return
         self.plan = plan
