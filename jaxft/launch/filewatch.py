@@ -60,11 +60,11 @@ class FileWatch:
             added = self._libc.inotify_add_watch(self._fd, os.fsencode(self._path), mask)
             self._watched = (found.st_dev, found.st_ino) if added >= 0 else None
 
-    def wait(self, timeout_s: float) -> None:
-        """Until the file was written to since `clear`, or `timeout_s` is over."""
+    def wait(self, timeout_s: float) -> bool:
+        """Until the file was written to since `clear` (True), or `timeout_s` is over."""
         if self._watched is None:
             timeout_s = min(timeout_s, self._poll_s)
         poller = select.poll()
         if self._fd >= 0:
             poller.register(self._fd, select.POLLIN)
-        poller.poll(max(0.0, timeout_s) * 1000)
+        return bool(poller.poll(max(0.0, timeout_s) * 1000))

@@ -36,6 +36,10 @@ from jaxft.launch.store import Entry, LeaseObserver, Pulse
 BUSY_S = 0.5
 OPEN_S = 2.0
 POLL_S = 0.025
+# A write is heard of before it is to be seen: the log is written to, then the index in shared
+# memory, of which nobody hears. It is looked for every SOON_S, for UNSEEN_S at most.
+SOON_S = 0.005
+UNSEEN_S = 1.0
 APPLICATION_ID = 0x6A786674  # "jxft": in the file's header, so that no other database is taken
 SCHEMA_VERSION = 1
 SCHEMA = (
@@ -152,12 +156,18 @@ class SqliteStore:
         watch = self._seen.watch = self._seen.watch or FileWatch(self._log, POLL_S)
         while True:
             watch.clear()
-            now_s = time.monotonic()
+            now_s, known = time.monotonic(), self._seen.writes
             if now_s >= self._look_s or self._moved():
                 return True
             if now_s >= deadline_s:
                 return False
-            watch.wait(min(deadline_s, max(now_s, self._look_s)) - now_s)
+            if self._seen.writes != known:
+                self._seen.heard_s = float("-inf")
+            until_s = min(deadline_s, max(now_s, self._look_s))
+            if now_s - self._seen.heard_s < UNSEEN_S:
+                until_s = min(until_s, now_s + SOON_S)
+            if watch.wait(until_s - now_s):
+                self._seen.heard_s = time.monotonic()
 
     def lease(self, key: str, value: bytes, ttl_s: float) -> SqliteLease:
         assert ttl_s > 0
@@ -396,12 +406,14 @@ class _Seen(threading.local):
     """What a thread knows: what one has read, another has not.
 
     `revision` is the store's at the thread's last read; `writes` counts those of other connections
-    and of this one, up to which the revision was still the same.
+    and of this one, up to which the revision was still the same. `heard_s` is when it was told of a
+    write that it has not seen.
     """
 
     watch: FileWatch | None = None
     revision: int | None = None
     writes: tuple[int, int] | None = None
+    heard_s: float = float("-inf")
 
 
 class _Locked(StoreError):

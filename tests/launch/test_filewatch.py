@@ -48,6 +48,33 @@ def test_a_file_that_is_missing_or_replaced_is_looked_at_now_and_then(tmp_path: 
         assert waited_s(watch, LONG_S) < LONG_S / 2
 
 
+def test_a_write_that_is_heard_of_before_it_is_to_be_seen_is_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "POLL_S", LONG_S)
+    mine, other = (SqliteStore(tmp_path / "store", job="j") for _ in range(2))
+    mine.read()
+    other.commit({}, {"key": b"1"})
+    looks, look = [], mine._moved
+
+    def late() -> bool:
+        """The first looks after the write do not see it."""
+        looks.append(time.monotonic())
+        if len(looks) == 1:
+            with (tmp_path / "store-wal").open("r+b") as log:
+                first = log.read(1)
+                log.seek(0)
+                log.write(first)
+        return len(looks) > 3 and look()
+
+    monkeypatch.setattr(mine, "_moved", late)
+    began_s = time.monotonic()
+    assert mine.changed(LONG_S)
+    assert time.monotonic() - began_s < LONG_S / 2
+    mine.close()
+    other.close()
+
+
 def test_a_change_in_the_store_is_noticed_without_polling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
