@@ -79,6 +79,8 @@ class Gatherer:
                 return
             try:
                 self._programs[batch.kind] = _compile(batch.kind, self._memory_kind)
+            # What JAX and XLA raise for a kind they cannot lower or compile, or have no memory for.
+            # It costs speed alone: `refuse` says so, and the leaves are taken one by one.
             except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
                 self.refuse(batch.kind, error)
             while len(self._programs) > PROGRAMS_MAX:

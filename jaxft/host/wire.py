@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from jaxft.errors import ProtocolError
+
 T = TypeVar("T")
 
 MESSAGE_BYTES_MAX = 64 << 20
@@ -51,6 +53,19 @@ class ReadRequest(NamedTuple, Generic[T]):
     offset: int
     nbytes: int
     tag: T
+
+
+def check_size(request: ReadRequest[T]) -> None:
+    """Refuses to ask for more than any server gives at once.
+
+    Raises:
+        ProtocolError: beyond PIECE_BYTES_MAX.
+    """
+    if not 0 <= request.nbytes <= PIECE_BYTES_MAX:
+        raise ProtocolError(
+            f"{request.nbytes} bytes are to be read from {request.address} at once, "
+            f"at most {PIECE_BYTES_MAX} are given"
+        )
 
 
 # Called in the server's thread with (key, offset, nbytes). What it gives must not be written to or

@@ -23,7 +23,6 @@ from jaxft.errors import (
 from jaxft.host.wire import (
     CANCEL_POLL_S,
     MESSAGE_BYTES_MAX,
-    PIECE_BYTES_MAX,
     WINDOW_BYTES,
     BulkReader,
     BulkServer,
@@ -34,6 +33,7 @@ from jaxft.host.wire import (
     Refused,
     T,
     Waker,
+    check_size,
 )
 
 _SCHEME = "inprocess://"
@@ -197,11 +197,7 @@ class InProcessReader(BulkReader):
     ) -> Iterator[tuple[T, memoryview | Refused]]:
         deadline = time.monotonic() + deadline_s
         for request in requests:
-            if not 0 <= request.nbytes <= PIECE_BYTES_MAX:
-                raise ProtocolError(
-                    f"{request.nbytes} bytes are to be read from {request.address} at once, "
-                    f"at most {PIECE_BYTES_MAX} are given"
-                )
+            check_size(request)
             provider = self._find(request.address, min(deadline, time.monotonic() + peer_s), cancel)
             yield request.tag, _read(provider, request)
 

@@ -58,6 +58,7 @@ from jaxft.host.wire import (
     ReadRequest,
     Refused,
     T,
+    check_size,
 )
 
 _log = logging.getLogger(__name__)
@@ -532,11 +533,7 @@ class _Reading(Generic[T]):
         """Asks for as much as there is room for; whether anything is still to come."""
         while self._coming is not None and self._has_room(self._coming.nbytes):
             request = self._coming
-            if not 0 <= request.nbytes <= PIECE_BYTES_MAX:
-                raise ProtocolError(
-                    f"{request.nbytes} bytes are to be read from {request.address} at once, "
-                    f"at most {PIECE_BYTES_MAX} are given"
-                )
+            check_size(request)
             self._held += 1
             self._held_bytes += request.nbytes
             self._server(request.address).ask(request)
