@@ -1,14 +1,16 @@
 """`memory`: what many snapshots take of a host's memory beyond the state itself.
 
-Counted are the private pages of the snapshot process, all of them; the pages of snapshot memory,
-once; and the private pages of the rank, less what it had after a step and before its first
-snapshot: the state, and all that the rank needs to train.
+Counted are the private pages of the snapshot process, all of them; the pages of its snapshot
+memory (not that of its peers on this machine, which it maps now and then); and the private pages of
+the rank, less what it had after a step and before its first snapshot: the state, and all that the
+rank needs to train.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -24,6 +26,9 @@ SAMPLE_S = 0.02
 GROWTH_MAX = 1.02
 EARLY = 10
 BATCHES = 10
+
+# Memory for a restore, which is named after its purpose and not after a host.
+_WORK = re.compile(r"/memfd:jaxft-(fetch|rebuilt)\b")
 
 
 def measure(sizes: Sizes, report: Report) -> list[Row]:
@@ -92,7 +97,10 @@ class _Peaks:
 def _used(world: World) -> list[int]:
     """Bytes that each host uses now."""
     pairs = zip(world.pids("rank"), world.pids("smp"), strict=True)
-    return [_private(rank) + _private(smp) + _shared(smp) for rank, smp in pairs]
+    return [
+        _private(rank) + _private(smp) + _shared(smp, f"host{number}")
+        for number, (rank, smp) in enumerate(pairs)
+    ]
 
 
 def _private(pid: int) -> int:
@@ -101,12 +109,14 @@ def _private(pid: int) -> int:
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
-def _shared(pid: int) -> int:
-    """Pages of the memory files that a process has open; stat(2) counts blocks of 512 bytes."""
+def _shared(pid: int, host: str) -> int:
+    """Pages of the memory files that a process has open and that are no other host's slots;
+    stat(2) counts blocks of 512 bytes."""
     blocks: dict[int, int] = {}
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            if os.readlink(fd).startswith("/memfd:"):
+            name = os.readlink(fd)
+            if name.startswith(f"/memfd:jaxft-{host}-") or _WORK.match(name):
                 found = fd.stat()
                 blocks[found.st_ino] = found.st_blocks
     return 512 * sum(blocks.values())

@@ -2,9 +2,11 @@
 
 `encode_share` computes the parity fragments of one host's share; `rebuild_segment` makes a lost
 segment again from the shares that are left. Both pull pieces of a few chunks from several peers at
-once, check each against its manifest while it is still in cache, run the codec over the received
-buffers straight into their place, and take or check the checksums of what came out before it has
-left the cache.
+once, run the codec over them straight into its place, and then, while all of it is still in cache,
+check what was read against its manifest and take or check the checksums of what came out.
+
+What was read is checked after its use and not before: it may be a peer's own memory, mapped, which
+is written to again once the peer knows that its snapshot has failed.
 """
 
 from __future__ import annotations
@@ -286,18 +288,28 @@ class _Run:
                 f"snapshot {self.sources.id}: {self.sources.names[fragment.host]} does not give "
                 f"its bytes: {answer.reason}"
             )
-        if not self._whole(fragment, tag.at, answer):
-            self.damaged.add(Damage(fragment.host, task.lane, task.stripe))
         pieces = self.waiting.setdefault((tag.task, tag.at), {})
         pieces[tag.column] = answer
         columns = self._columns(task, tag.at)
         if len(pieces) == len(columns):
             del self.waiting[tag.task, tag.at]
-            if not self.damaged:
-                output = task.output[tag.at : tag.at + PIECE]
-                ordered = [pieces[column] for column in columns]
-                self.codec.combine_clipped(self._matrix(tag.task, columns), ordered, [output])
-                self.made(task.start + tag.at, output)
+            self._make(tag.task, tag.at, columns, pieces)
+
+    def _make(
+        self, number: int, at: int, columns: tuple[int, ...], pieces: dict[int, memoryview]
+    ) -> None:
+        """One piece of a task's output, of those of its sources."""
+        task = self.tasks[number]
+        output = task.output[at : at + PIECE]
+        if not self.damaged:
+            ordered = [pieces[column] for column in columns]
+            self.codec.combine_clipped(self._matrix(number, columns), ordered, [output])
+        for column in columns:
+            if not self._whole(task.fragments[column], at, pieces[column]):
+                host = task.fragments[column].host
+                self.damaged.add(Damage(host, task.lane, task.stripe))
+        if not self.damaged:
+            self.made(task.start + at, output)
 
     def _matrix(self, number: int, columns: tuple[int, ...]) -> Bytes:
         """Those columns of the task's coefficients."""

@@ -131,6 +131,13 @@ class Arena:
                 f"memory of {self.size_bytes} bytes could not grow to {size_bytes}: {error}"
             ) from error
 
+    def reaches(self, size_bytes: int) -> bool:
+        """Whether the file has at least `size_bytes`, which are mapped then. Never grows it."""
+        if os.fstat(self._fd).st_size < size_bytes:
+            return False
+        self.ensure(size_bytes)
+        return True
+
     def view(self, offset: int, nbytes: int) -> Bytes:
         """A writable uint8 array of shape (nbytes,) over the memory itself, from `offset` on.
 

@@ -184,12 +184,13 @@ class Recall:
             arena.touch(0, total)
             for (number, at), data in self._pieces(extents):
                 extent = extents[number]
-                view = np.frombuffer(data, np.uint8)
-                start = extent.start + at
+                place = target[offsets[number] + at : offsets[number] + at + data.nbytes]
+                place[:] = np.frombuffer(data, np.uint8)
                 bad.update(
-                    (extent.host, chunk) for chunk in checks[extent.host].bad_chunks(start, view)
+                    (extent.host, chunk)
+                    for chunk in checks[extent.host].bad_chunks(extent.start + at, place)
                 )
-                target[offsets[number] + at : offsets[number] + at + view.size] = view
+                del place
         except BaseException:
             del target
             arena.close()

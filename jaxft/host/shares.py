@@ -31,9 +31,17 @@ from jaxft.host.layout import (
     unseal,
 )
 from jaxft.host.memory import Arena, Bytes
-from jaxft.host.wire import Refused
+from jaxft.host.wire import Refused, Shared
 
 SLOT_MIN_BYTES = 1 << 16
+
+
+class _Readable(NamedTuple):
+    """Bytes that may be read; they lie at `offset` of `arena`, if it can be passed on."""
+
+    data: Bytes
+    arena: Arena | None = None
+    offset: int = 0
 
 
 class Rebuilt(NamedTuple):
@@ -57,7 +65,7 @@ class Shares:
         self._banks = banks.Ledger(self.arenas[0])
         self.rebuilt: dict[tuple[SnapshotId, int], Rebuilt] = {}
         self._rebuilt_lock = threading.Lock()
-        self._readable: dict[bytes, Bytes] = {}
+        self._readable: dict[bytes, _Readable] = {}
 
     @classmethod
     def create(cls, host: str) -> Shares:
@@ -97,36 +105,44 @@ class Shares:
 
     def publish(self, ledger: Ledger) -> None:
         """Replaces the table of what may be read."""
-        table: dict[bytes, Bytes] = {}
+        table: dict[bytes, _Readable] = {}
         for number, slot in enumerate(ledger.slots):
             if slot.readable and slot.id is not None:
                 self._publish_slot(table, number, slot, slot.id)
         for (identity, host), rebuilt in self.rebuilt.items():
-            table[read_key("rebuilt", identity, host)] = rebuilt.segment
+            # Not passed on: its descriptor is closed while the server may be looking at it.
+            table[read_key("rebuilt", identity, host)] = _Readable(rebuilt.segment)
         self._readable = table
 
     def _publish_slot(
-        self, table: dict[bytes, Bytes], number: int, slot: Slot, identity: SnapshotId
+        self, table: dict[bytes, _Readable], number: int, slot: Slot, identity: SnapshotId
     ) -> None:
         arena = self.slots[number]
         arena.ensure(max(blob.offset + blob.length for blob in (slot.own, slot.parity, slot.group)))
-        table[read_key("segment", identity, slot.host)] = arena.view(0, slot.length)
+        table[read_key("segment", identity, slot.host)] = _Readable(
+            arena.view(0, slot.length), arena
+        )
         sizes = np.array([slot.own.length, slot.group.length], "<u8").view(np.uint8)
-        table[read_key("sizes", identity, slot.host)] = sizes
+        table[read_key("sizes", identity, slot.host)] = _Readable(sizes)
         for kind, blob in (("own", slot.own), ("parity", slot.parity), ("group", slot.group)):
             if blob.length:
+                # Manifests are decoded where they lie, after they were checked: those are copied.
+                passed = arena if kind == "parity" else None
                 view = arena.view(blob.offset, blob.length)
-                table[read_key(kind, identity, slot.host)] = view
+                table[read_key(kind, identity, slot.host)] = _Readable(view, passed, blob.offset)
 
-    def provide(self, key: bytes, offset: int, nbytes: int) -> memoryview | Refused:
+    def provide(self, key: bytes, offset: int, nbytes: int) -> memoryview | Shared | Refused:
         """Answers a bulk read."""
         reach("smp.serving", nbytes=nbytes)
-        view = self._readable.get(key)
-        if view is None:
+        found = self._readable.get(key)
+        if found is None:
             return Refused("not here")
-        if offset < 0 or offset + nbytes > view.size:
-            return Refused(f"bytes {offset} to {offset + nbytes} of {view.size}")
-        return view[offset : offset + nbytes].data
+        if offset < 0 or offset + nbytes > found.data.size:
+            return Refused(f"bytes {offset} to {offset + nbytes} of {found.data.size}")
+        data = found.data[offset : offset + nbytes].data
+        if found.arena is None:
+            return data
+        return Shared(data, found.arena.fd, found.offset + offset)
 
     # -------------------------------------------------------------------- writing
 

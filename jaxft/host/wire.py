@@ -1,8 +1,8 @@
 """The peer channel: what hosts tell each other, and how they read each other's memory.
 
-This is the interface. `wire_zmq` carries the messages over ZeroMQ and `wire_stream` the reads over
-plain sockets, `wire_inprocess` is the twin of both for tests, and one conformance test holds for
-all.
+This is the interface. `wire_zmq` carries the messages over ZeroMQ; `stream_server` and
+`stream_reader` do the reads over plain sockets; `wire_inprocess` is the twin of all for tests, and
+one conformance test holds for each.
 
 Rules:
 
@@ -11,6 +11,8 @@ Rules:
 - Bulk reads are idempotent: bytes at an offset of something with a key. A read is asked for again
   when its server is silent, until the server has been silent for too long.
 - Bytes that were read are not checked here: whoever reads has the manifest, and checks against it.
+- They may be the server's own memory, mapped (`Shared`), and change when it is used again. So
+  whoever reads checks them after their use, or what was made of them, and not before.
 - Nor are messages: whoever receives decodes, and throws away what is no message of the protocol.
 - An `Endpoint` belongs to one thread, as does a read in progress. `wake` may be called from any.
 """
@@ -68,9 +70,21 @@ def check_size(request: ReadRequest[T]) -> None:
         )
 
 
+class Shared(NamedTuple):
+    """Bytes of a file in memory, which a reader on the same machine maps instead of copying them.
+
+    `data` lies at `offset` of the file behind `fd`, which stays open for as long as the server does
+    and never shrinks.
+    """
+
+    data: memoryview
+    fd: int
+    offset: int
+
+
 # Called in the server's thread with (key, offset, nbytes). What it gives must not be written to or
 # reused until it is sent; a reader that gets a mixture anyway will find its checksum wrong.
-Provider = Callable[[bytes, int, int], memoryview | Refused]
+Provider = Callable[[bytes, int, int], memoryview | Shared | Refused]
 
 
 class Endpoint(Protocol):

@@ -31,6 +31,7 @@ from jaxft.host.wire import (
     Provider,
     ReadRequest,
     Refused,
+    Shared,
     T,
     Waker,
     check_size,
@@ -226,6 +227,8 @@ def _read(provider: Provider, request: ReadRequest[T]) -> memoryview | Refused:
         return Refused(f"the server failed: {error!r}")
     if isinstance(given, Refused):
         return Refused(given.reason or "refused")
+    if isinstance(given, Shared):
+        given = given.data
     if given.nbytes != request.nbytes:
         return Refused(f"{request.address} gave {given.nbytes} bytes for {request.nbytes}")
     # What was read stays as it was when the server's memory changes, as if it had been sent.

@@ -2,7 +2,7 @@
 
 ZeroMQ brings framing, queues, reconnecting and heartbeats. Control messages go from one PUSH socket
 for each receiver to the receiver's PULL socket. Bulk reads have plain sockets of their own, at
-addresses of the same form (`wire_stream`).
+addresses of the same form (`stream_frames`).
 
 Nothing here is authenticated, so every address that other machines could reach is refused.
 """
@@ -24,6 +24,8 @@ from jaxft.errors import (
     WireError,
 )
 from jaxft.host.local import private_socket_path
+from jaxft.host.stream_reader import StreamBulkReader
+from jaxft.host.stream_server import StreamBulkServer
 from jaxft.host.wire import (
     MESSAGE_BYTES_MAX,
     BulkReader,
@@ -33,7 +35,6 @@ from jaxft.host.wire import (
     Provider,
     Waker,
 )
-from jaxft.host.wire_stream import StreamBulkReader, StreamBulkServer
 
 _log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import socket
@@ -33,6 +34,7 @@ from jaxft.host.wire import (
     Provider,
     ReadRequest,
     Refused,
+    Shared,
 )
 from jaxft.host.wire_inprocess import InProcessNetwork
 from jaxft.host.wire_zmq import ZmqNetwork
@@ -351,6 +353,81 @@ def test_what_was_read_does_not_change_with_the_server(transport: Transport) -> 
     memory[:] = 2
     assert bytes(got) == b"\1" * MIB
     arena.close()
+
+
+@pytest.fixture
+def shared() -> Iterator[Arena]:
+    arena = Arena.create("slot", 2 * MIB)
+    arena.view(0, 2 * MIB)[:] = np.frombuffer(pattern(0, 2 * MIB), np.uint8)
+    yield arena
+    arena.close()
+
+
+def share(arena: Arena) -> Provider:
+    """All of an arena, as its first bytes are what one finds at offset 0."""
+
+    def give(key: bytes, offset: int, nbytes: int) -> Shared:
+        return Shared(arena.view(offset, nbytes).data, arena.fd, offset)
+
+    return give
+
+
+def test_shared_memory_is_mapped_on_one_machine_and_else_sent(
+    transport: Transport, shared: Arena
+) -> None:
+    server = transport.serve(share(shared))
+    requests = [ReadRequest(server.address, b"", n * 5000, 5000, n) for n in range(200)]
+    got = transport.read(requests, window_bytes=50_000)
+    assert all(bytes(got[n]) == pattern(n * 5000, 5000) for n in range(200))
+    assert all(got[n].readonly for n in range(200))
+    server.close()
+    shared.view(0, MIB)[:] = 7
+    mapped = bytes(got[0]) == b"\7" * 5000
+    assert mapped == (transport.name == "ipc")
+
+
+def test_shared_memory_that_has_grown_is_mapped_again(transport: Transport, shared: Arena) -> None:
+    server = transport.serve(share(shared))
+
+    def requests() -> Iterator[ReadRequest[int]]:
+        yield ReadRequest(server.address, b"", 0, MIB, 0)
+        shared.ensure(8 * MIB)
+        shared.view(7 * MIB, MIB)[:] = 9
+        yield ReadRequest(server.address, b"", 7 * MIB, MIB, 1)
+
+    limits = {"peer_s": DEADLINE_S, "deadline_s": DEADLINE_S, "window_bytes": 1}
+    got = dict(transport.network.reader().read_many(requests(), **limits))
+    assert bytes(got[0]) == pattern(0, MIB)
+    assert bytes(got[1]) == b"\x09" * MIB
+
+
+def test_mapping_leaves_nothing_open(transport: Transport, shared: Arena) -> None:
+    server = transport.serve(share(shared))
+    request = ReadRequest(server.address, b"", 0, MIB, 0)
+    kept = transport.read([request])[0]
+    before = settled()
+    for _ in range(5):
+        transport.read([request])
+    eventually(lambda: open_fds() <= before, "descriptors are back")
+    assert bytes(kept) == pattern(0, MIB)
+
+
+def test_memory_that_is_none_is_a_protocol_error(shared: Arena) -> None:
+    """A peer that says its bytes lie beyond the end of its file: touching them would kill us."""
+    directory = Path(f"/tmp/jaxft-test-{os.getpid()}")
+    network = ZmqNetwork()
+    past = shared.size_bytes - 10
+
+    def lie(key: bytes, offset: int, nbytes: int) -> Shared:
+        return Shared(shared.view(0, nbytes).data, shared.fd, past)
+
+    with contextlib.closing(network.serve(f"ipc://{directory}/0", lie)) as server:
+        request = ReadRequest(server.address, b"", 0, 11, 0)
+        with pytest.raises(ProtocolError, match="passed on memory that is none"):
+            list(network.reader().read_many([request], peer_s=5, deadline_s=5))
+    assert shared.size_bytes == past + 10
+    network.close()
+    directory.rmdir()
 
 
 def test_requests_are_taken_as_room_is_made(transport: Transport) -> None:

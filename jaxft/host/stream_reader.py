@@ -1,20 +1,8 @@
-"""Bulk reads over plain stream sockets: loopback TCP, or Unix sockets in a private directory.
+"""Bulk reads from many servers at once; `stream_frames` says what goes over the connections.
 
-Why not over ZeroMQ, as the control messages: there a byte passes through another thread on each
-side and lands in memory that was never touched before, which costs about twice as much processor
-time for each byte as what is done here:
-
-- The server answers each connection in a thread of its own: one blocking call sends the header and
-  the memory itself, without the interpreter's lock, and whoever does not receive holds up nobody
-  else.
-- The reader asks for several pieces ahead on each connection and receives each whole, with one
-  call, into huge pages that are used again as soon as the last view of what was in them is gone.
-
-On the connection, little-endian; answers come in the order of the requests:
-
-    request   "JXR1"  u32 length, then as many bytes of msgpack: [key, offset, nbytes]
-    answer    "JXA1"  u32 length of a refusal (0: none), u64 length of the data, then the one or
-              the other
+Several pieces are asked for ahead on each connection. What is sent is received with one call for
+each piece, into huge pages that are used again as soon as the last view of what was in them is
+gone; what a server on the same machine passes on is mapped.
 
 A connection that breaks is made again, and what is owed is asked for again.
 """
@@ -33,28 +21,29 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Generic
 
 import msgspec
 import numpy as np
 
-from jaxft.errors import (
-    ConfigError,
-    JaxftError,
-    PeerUnreachable,
-    ProtocolError,
-    ReadCancelled,
-    WireError,
+from jaxft.errors import ConfigError, PeerUnreachable, ProtocolError, ReadCancelled
+from jaxft.host.memory import Arena
+from jaxft.host.stream_frames import (
+    ANSWER,
+    ASKS,
+    MAPS,
+    REFUSAL_BYTES_MAX,
+    REQUEST,
+    SAYS,
+    BulkRequest,
+    parse,
+    prepare,
 )
-from jaxft.host.priority import step_back
 from jaxft.host.wire import (
     CANCEL_POLL_S,
     PIECE_BYTES_MAX,
     WINDOW_BYTES,
     BulkReader,
-    BulkServer,
-    Provider,
     ReadRequest,
     Refused,
     T,
@@ -70,228 +59,11 @@ _RETRY_S = 0.05
 _RETRY_S_MAX = 1.0
 # A process that was stopped finds its clock far ahead, and its servers are not to blame for it.
 _TICK_S_MAX = 1.0
-# A reader that takes nothing for so long is let go; it connects again if it still lives.
-_SEND_S = 30.0
-_CLOSE_S = 5.0
-_BACKLOG = 128
-_CONNECTIONS_MAX = 1024
-# As much of a piece as the kernel holds between the two (it gives what its own limit allows).
-_BUFFER_BYTES = 4 << 20
 _HUGE_BYTES = 2 << 20
+_FD = struct.Struct("i")
+_ANCILLARY_BYTES = socket.CMSG_SPACE(_FD.size)
 
-_REQUEST = struct.Struct("<4sI")
-_ANSWER = struct.Struct("<4sIQ")
-_ASKS, _SAYS = b"JXR1", b"JXA1"
-_REQUEST_BYTES_MAX = 1 << 16
-_REFUSAL_BYTES_MAX = 1 << 16
-_REASON_CHARS_MAX = 4096
-
-
-class BulkRequest(msgspec.Struct, frozen=True, array_like=True):
-    key: bytes
-    offset: int
-    nbytes: int
-
-
-_decode_request = msgspec.msgpack.Decoder(BulkRequest).decode
 _encode = msgspec.msgpack.encode
-
-
-def _seconds(value: float) -> bytes:
-    """A timeval for SO_RCVTIMEO and SO_SNDTIMEO (socket(7))."""
-    return struct.pack("@ll", int(value), int(value % 1 * 1_000_000))
-
-
-def _prepare(connected: socket.socket, receive_s: float) -> None:
-    """A blocking socket whose calls end by themselves."""
-    connected.setblocking(True)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _seconds(_SEND_S))
-    if receive_s:
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _seconds(receive_s))
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-    if connected.family != socket.AF_UNIX:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
-
-
-def _parse(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
-    """Of an address that was checked."""
-    scheme, _, rest = address.partition("://")
-    if scheme == "ipc":
-        return socket.AF_UNIX, rest
-    host, _, port = rest.rpartition(":")
-    host = host.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return family, (host, 0 if port == "*" else int(port))
-
-
-# ------------------------------------------------------------------------------ the server
-
-
-class StreamBulkServer(BulkServer):
-    """Answers at `hint`.
-
-    Raises:
-        WireError: the address is taken.
-    """
-
-    def __init__(self, hint: str, provider: Provider) -> None:
-        self._provider = provider
-        self._closing = threading.Event()
-        self._lock = threading.Lock()
-        self._connections: dict[socket.socket, threading.Thread] = {}
-        family, place = _parse(hint)
-        self._file = Path(place) if isinstance(place, str) else None
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            if self._file is not None:
-                # A dead process left it; the job's lock keeps a living one away.
-                self._file.unlink(missing_ok=True)
-            else:
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._socket.bind(place)
-            self._socket.listen(_BACKLOG)
-        except OSError as error:
-            self._socket.close()
-            raise WireError(f'cannot listen at "{hint}": {error}') from error
-        self._address = hint
-        if self._file is None:
-            host, port = self._socket.getsockname()[:2]
-            self._address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
-        self._thread = threading.Thread(target=self._accept, name="jaxft-bulk", daemon=True)
-        self._thread.start()
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    def close(self) -> None:
-        self._closing.set()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        with self._lock:
-            connections = dict(self._connections)
-        for connected in connections:
-            with contextlib.suppress(OSError):
-                connected.shutdown(socket.SHUT_RDWR)
-        deadline_s = time.monotonic() + _CLOSE_S
-        for thread in (self._thread, *connections.values()):
-            thread.join(max(0.0, deadline_s - time.monotonic()))
-            if thread.is_alive():
-                raise WireError(
-                    f"the server at {self._address} did not end within {_CLOSE_S} s: what it "
-                    "serves from does not answer"
-                )
-
-    def _accept(self) -> None:
-        # And with it the threads that it starts.
-        step_back()
-        try:
-            while not self._closing.is_set():
-                try:
-                    connected, _ = self._socket.accept()
-                except OSError as error:
-                    if self._closing.is_set():
-                        return
-                    # Out of descriptors, or the other side has left already.
-                    _log.warning("%s: nobody could be let in: %s", self._address, error)
-                    time.sleep(_RETRY_S)
-                    continue
-                self._let_in(connected)
-        finally:
-            self._socket.close()
-            if self._file is not None:
-                self._file.unlink(missing_ok=True)
-
-    def _let_in(self, connected: socket.socket) -> None:
-        thread = threading.Thread(
-            target=self._serve, args=(connected,), name="jaxft-bulk-peer", daemon=True
-        )
-        with self._lock:
-            if self._closing.is_set() or len(self._connections) >= _CONNECTIONS_MAX:
-                connected.close()
-                return
-            self._connections[connected] = thread
-            thread.start()
-
-    def _serve(self, connected: socket.socket) -> None:
-        try:
-            _prepare(connected, receive_s=0.0)
-            while not self._closing.is_set():
-                request = self._next(connected)
-                if request is None:
-                    return
-                self._answer(connected, request)
-        except OSError as error:
-            if not self._closing.is_set():
-                _log.debug("%s: a reader is gone: %s", self._address, error)
-        finally:
-            with self._lock:
-                del self._connections[connected]
-            connected.close()
-
-    def _next(self, connected: socket.socket) -> BulkRequest | None:
-        """The next request; None at the end of the connection, or of what makes sense on it."""
-        header = _receive(connected, _REQUEST.size)
-        if header is None:
-            return None
-        magic, length = _REQUEST.unpack(header)
-        if magic == _ASKS and length <= _REQUEST_BYTES_MAX:
-            body = _receive(connected, length)
-            if body is None:
-                return None
-            with contextlib.suppress(msgspec.DecodeError):
-                return _decode_request(body)
-        _log.warning("%s: a request that is none", self._address)
-        return None
-
-    def _answer(self, connected: socket.socket, request: BulkRequest) -> None:
-        given = self._look_up(request)
-        if isinstance(given, Refused):
-            reason = (given.reason or "refused")[:_REASON_CHARS_MAX].encode()
-            _send(connected, _ANSWER.pack(_SAYS, len(reason), 0), memoryview(reason))
-        else:
-            _send(connected, _ANSWER.pack(_SAYS, 0, given.nbytes), given.cast("B"))
-
-    def _look_up(self, request: BulkRequest) -> memoryview | Refused:
-        if not 0 <= request.nbytes <= PIECE_BYTES_MAX or request.offset < 0:
-            return Refused(f"{request.nbytes} bytes at {request.offset} cannot be asked for")
-        try:
-            return self._provider(request.key, request.offset, request.nbytes)
-        except JaxftError as error:
-            return Refused(str(error))
-        except Exception as error:  # noqa: BLE001
-            # A fault of ours must not end the server for everybody, nor go unseen.
-            _log.exception("%s: reading %r failed", self._address, request)
-            return Refused(f"the server failed: {error!r}")
-
-
-def _receive(connected: socket.socket, nbytes: int) -> bytearray | None:
-    """So many bytes, however long they take to come; None if the connection ends before."""
-    data = bytearray(nbytes)
-    view = memoryview(data)
-    while view:
-        count = connected.recv_into(view, len(view), socket.MSG_WAITALL)
-        if count == 0:
-            return None
-        view = view[count:]
-    return data
-
-
-def _send(connected: socket.socket, header: bytes, data: memoryview) -> None:
-    """Sends both. Raises OSError when the other side takes nothing for _SEND_S."""
-    sent = connected.sendmsg([header, data])
-    while sent < len(header) + len(data):
-        # Interrupted, or the time is up: then this call raises.
-        at = sent - len(header)
-        parts: list[bytes | memoryview] = [header[sent:], data] if at < 0 else [data[at:]]
-        sent += connected.sendmsg(parts)
-
-
-# ------------------------------------------------------------------------------ the reader
 
 
 class StreamBulkReader(BulkReader):
@@ -367,10 +139,12 @@ class _Server(Generic[T]):
         self._buffers = buffers
         self._socket: socket.socket | None = None
         self._connected = False
-        self._header = memoryview(bytearray(_ANSWER.size))
+        self._header = memoryview(bytearray(ANSWER.size))
         self._refusal = 0
         self._target: memoryview | None = None
         self._filled = 0
+        self._fds: list[int] = []
+        self._files: dict[int, Arena] = {}
         self._retry_at_s = 0.0
         self._retry_s = _RETRY_S
         self.silent_s = 0.0
@@ -394,7 +168,7 @@ class _Server(Generic[T]):
     def mind_connection(self, now_s: float) -> None:
         """Connects, if it is time to; asks again for all that is owed once connected."""
         if self._socket is None and now_s >= self._retry_at_s:
-            family, place = _parse(self.address)
+            family, place = parse(self.address)
             self._socket = socket.socket(family, socket.SOCK_STREAM)
             self._socket.setblocking(False)
             try:
@@ -419,7 +193,7 @@ class _Server(Generic[T]):
 
     def _arrived(self) -> None:
         assert self._socket is not None
-        _prepare(self._socket, CANCEL_POLL_S)
+        prepare(self._socket, CANCEL_POLL_S)
         self._connected = True
         for request in list(self.owes):
             self._send(request)
@@ -429,16 +203,14 @@ class _Server(Generic[T]):
             return
         body = _encode(BulkRequest(request.key, request.offset, request.nbytes))
         try:
-            self._socket.sendall(_REQUEST.pack(_ASKS, len(body)) + body)
+            self._socket.sendall(REQUEST.pack(ASKS, len(body)) + body)
         except OSError as error:
             self._lose(error)
 
     def _lose(self, error: OSError | None) -> None:
         """The connection is no more; a piece that came half is asked for again as a whole."""
         _log.debug("%s: %s", self.address, error or "the connection ended")
-        if self._socket is not None:
-            self._socket.close()
-        self._socket, self._connected = None, False
+        self.close()
         self._target, self._filled = None, 0
         self._retry_at_s = time.monotonic() + self._retry_s
         self._retry_s = min(2 * self._retry_s, _RETRY_S_MAX)
@@ -452,8 +224,11 @@ class _Server(Generic[T]):
         if self._target is None:
             if not self._fill(self._header):
                 return None
-            self._target = self._begin()
             self._filled = 0
+            magic, number, offset = ANSWER.unpack(self._header)
+            if magic == MAPS and self.owes:
+                return self._map(number, offset)
+            self._target = self._begin()
         if len(self._target) and not self._fill(self._target):
             return None
         data, self._target, self._filled = self._target, None, 0
@@ -465,12 +240,28 @@ class _Server(Generic[T]):
             return request, Refused(reason)
         return request, data.toreadonly()
 
+    def _map(self, number: int, offset: int) -> tuple[ReadRequest[T], memoryview]:
+        """The next answer lies at `offset` of a file of the server's.
+
+        Raises:
+            ProtocolError: there is no such file or place.
+        """
+        fds, self._fds = self._fds, []
+        for fd in fds:
+            self._files[len(self._files)] = Arena.adopt(fd)
+        request = self.owes.popleft()
+        file = self._files.get(number)
+        if file is None or not file.reaches(offset + request.nbytes):
+            raise ProtocolError(f"the host at {self.address} passed on memory that is none")
+        file.map_pages(offset, request.nbytes)
+        return request, file.view(offset, request.nbytes).data.toreadonly()
+
     def _begin(self) -> memoryview:
         """Where the answer goes whose header has come."""
-        magic, refusal, nbytes = _ANSWER.unpack(self._header)
+        magic, refusal, nbytes = ANSWER.unpack(self._header)
         if (
-            magic != _SAYS
-            or refusal > _REFUSAL_BYTES_MAX
+            magic != SAYS
+            or refusal > REFUSAL_BYTES_MAX
             or nbytes > PIECE_BYTES_MAX
             or not self.owes
         ):
@@ -484,7 +275,7 @@ class _Server(Generic[T]):
             return False
         left = target[self._filled :]
         try:
-            count = self._socket.recv_into(left, len(left), socket.MSG_WAITALL)
+            count = self._receive(self._socket, left, takes_fds=target is self._header)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -497,10 +288,26 @@ class _Server(Generic[T]):
         self._filled += count
         return self._filled == len(target)
 
+    def _receive(self, connected: socket.socket, into: memoryview, *, takes_fds: bool) -> int:
+        if not takes_fds or connected.family != socket.AF_UNIX:
+            return connected.recv_into(into, len(into), socket.MSG_WAITALL)
+        flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
+        count, ancillary, _, _ = connected.recvmsg_into([into], _ANCILLARY_BYTES, flags)
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                self._fds.extend(fd for (fd,) in _FD.iter_unpack(data))
+        return count
+
     def close(self) -> None:
+        """Views of what was mapped stay valid."""
         if self._socket is not None:
             self._socket.close()
         self._socket, self._connected = None, False
+        for fd in self._fds:
+            os.close(fd)
+        for file in self._files.values():
+            file.close()
+        self._fds, self._files = [], {}
 
 
 class _Reading(Generic[T]):
