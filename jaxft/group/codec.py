@@ -182,6 +182,22 @@ class Backend(ABC):
         Raises:
             CodecError: shapes, lengths or kinds of buffers do not fit.
         """
+        for _ in self.combine_by_steps(matrix, sources, outputs, CALL_BYTES_MAX):
+            pass
+
+    def combine_by_steps(
+        self,
+        matrix: Bytes,
+        sources: Sequence[Buffer],
+        outputs: Sequence[Buffer],
+        step_bytes: int,
+    ) -> Iterator[int]:
+        """`combine`, from the beginning of the buffers to their end. Yields the offset of each step
+        when it is made, so that the caller can look at its bytes while they are in cache.
+
+        Raises:
+            CodecError: as `combine`, before the first step.
+        """
         ins = [_view(source) for source in sources]
         outs = [_view(output) for output in outputs]
         if matrix.dtype != np.uint8 or matrix.shape != (len(outs), len(ins)):
@@ -194,11 +210,14 @@ class Backend(ABC):
             raise CodecError(f"fragments of different lengths: {sorted(lengths)} bytes")
         if not all(out.flags.writeable for out in outs):
             raise CodecError("an output is a read-only buffer")
-        if not ins:
-            for out in outs:
-                out.fill(0)
-        elif outs and ins[0].size:
-            self._combine(matrix, ins, outs)
+        if not outs or not outs[0].size:
+            return
+        if ins:
+            yield from self._steps(matrix, ins, outs, step_bytes)
+            return
+        for out in outs:
+            out.fill(0)
+        yield from range(0, outs[0].size, step_bytes)
 
     def combine_clipped(
         self,
@@ -227,9 +246,18 @@ class Backend(ABC):
                 [outs[row][start:stop] for row in rows],
             )
 
+    def _steps(
+        self, matrix: Bytes, sources: list[Bytes], outputs: list[Bytes], step_bytes: int
+    ) -> Iterator[int]:
+        """`combine_by_steps` after all checks: at least one source, one output and one byte."""
+        for start in range(0, sources[0].size, step_bytes):
+            step = slice(start, start + step_bytes)
+            self._combine(matrix, [one[step] for one in sources], [one[step] for one in outputs])
+            yield start
+
     @abstractmethod
     def _combine(self, matrix: Bytes, sources: list[Bytes], outputs: list[Bytes]) -> None:
-        """`combine` after all checks: at least one source, one output and one byte."""
+        """One step."""
 
 
 def _view(buffer: Buffer) -> Bytes:
@@ -275,20 +303,25 @@ class IsalBackend(Backend):
         self._init_tables(columns, rows, matrix, tables)
         return tables
 
-    def _combine(self, matrix: Bytes, sources: list[Bytes], outputs: list[Bytes]) -> None:
+    def _steps(
+        self, matrix: Bytes, sources: list[Bytes], outputs: list[Bytes], step_bytes: int
+    ) -> Iterator[int]:
         rows, columns = matrix.shape
         tables = self._tables(rows, columns, matrix.tobytes())
         ins = [source.ctypes.data for source in sources]
         outs = [output.ctypes.data for output in outputs]
-        for start in range(0, sources[0].size, CALL_BYTES_MAX):
-            self._encode_data(
-                min(CALL_BYTES_MAX, sources[0].size - start),
-                columns,
-                rows,
-                tables,
-                (ctypes.c_void_p * columns)(*[address + start for address in ins]),
-                (ctypes.c_void_p * rows)(*[address + start for address in outs]),
-            )
+        ins_now, outs_now = (ctypes.c_void_p * columns)(), (ctypes.c_void_p * rows)()
+        size = sources[0].size
+        for start in range(0, size, step_bytes):
+            ins_now[:] = [address + start for address in ins]
+            outs_now[:] = [address + start for address in outs]
+            length = min(step_bytes, size - start)
+            self._encode_data(length, columns, rows, tables, ins_now, outs_now)
+            yield start
+
+    def _combine(self, matrix: Bytes, sources: list[Bytes], outputs: list[Bytes]) -> None:
+        for _ in self._steps(matrix, sources, outputs, CALL_BYTES_MAX):
+            pass
 
 
 class NumpyBackend(Backend):

@@ -12,7 +12,7 @@ is written to again once the peer knows that its snapshot has failed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from jaxft.group.codec import backend, decode_matrix, encode_rows
 from jaxft.group.manifest import CHUNK, SnapshotId
 from jaxft.group.messages import Damage
 from jaxft.group.placement import LaneGeometry, clip
-from jaxft.host.layout import GroupLayout, SegmentCheck, checksums, read_key
+from jaxft.host.layout import GroupLayout, ParityCheck, SegmentCheck, read_key
 from jaxft.host.memory import Bytes
 from jaxft.host.pace import Pace
 from jaxft.host.wire import BulkReader, ReadRequest, Refused
@@ -114,14 +114,13 @@ def encode_share(sources: Sources, host: int, parity: Bytes) -> bytes:
                 _data_fragment(layout, number, geometry, stripe, i) for i in range(geometry.k)
             )
             tasks.append(_Task(number, stripe, rows[j : j + 1], fragments, output, base))
-    sums = np.zeros(-(-parity.size // CHUNK), "<u8")
+    sums = [0] * -(-parity.size // CHUNK)
 
-    def made(start: int, output: Bytes) -> None:
-        found = np.frombuffer(checksums(output), "<u8")
-        sums[start // CHUNK : start // CHUNK + found.size] = found
+    def made(start: int, chunk: memoryview) -> None:
+        sums[start // CHUNK] = xxhash.xxh3_64_intdigest(chunk)
 
     _run(sources, tasks, host, made)
-    return sums.tobytes()
+    return np.array(sums, "<u8").tobytes()
 
 
 def rebuild_segment(sources: Sources, host: int, lost: frozenset[Damage], output: Bytes) -> None:
@@ -149,7 +148,12 @@ def rebuild_segment(sources: Sources, host: int, lost: frozenset[Damage], output
                 tasks.append(task._replace(start=start + offset))
     check = SegmentCheck(layout.manifests[host])
     bad: list[int] = []
-    _run(sources, tasks, host, lambda at, piece: bad.extend(check.bad_chunks(at, piece)))
+
+    def made(start: int, chunk: memoryview) -> None:
+        if not check.is_whole(start, chunk):
+            bad.append(start)
+
+    _run(sources, tasks, host, made)
     if bad:
         raise ChunkDamaged(
             f"snapshot {sources.id}: the rebuilt segment of {sources.names[host]} does not have "
@@ -217,8 +221,8 @@ class _Tag(NamedTuple):
     column: int
 
 
-# Called with (offset in the segment or the parity region, the bytes) of every piece made.
-Made = Callable[[int, Bytes], None]
+# Called with (offset in the segment or the parity region, the bytes) of every chunk made.
+Made = Callable[[int, memoryview], None]
 
 
 class _Run:
@@ -231,12 +235,11 @@ class _Run:
         self.codec = backend()
         self.keys: dict[_Fragment, bytes] = {}
         self.matrices: dict[tuple[int, tuple[int, ...]], Bytes] = {}
-        self.checks = {
+        self.segment_checks = {
             host: SegmentCheck(manifest) for host, manifest in sources.layout.manifests.items()
         }
-        self.parity_sums = {
-            host: np.frombuffer(sums, "<u8").tolist()
-            for host, sums in sources.parity_checksums.items()
+        self.parity_checks = {
+            host: ParityCheck(sums) for host, sums in sources.parity_checksums.items()
         }
         self.waiting: dict[tuple[int, int], dict[int, memoryview]] = {}
         self.damaged: set[Damage] = set()
@@ -248,9 +251,7 @@ class _Run:
             for at in range(0, task.output.size, PIECE):
                 columns = self._columns(task, at)
                 if not columns:
-                    output = task.output[at : at + PIECE]
-                    output[:] = 0
-                    self.made(task.start + at, output)
+                    self._make(number, at, columns, {})
                 for column in columns:
                     request = self._request(number, task, at, column)
                     if pace is not None:
@@ -301,15 +302,32 @@ class _Run:
         """One piece of a task's output, of those of its sources."""
         task = self.tasks[number]
         output = task.output[at : at + PIECE]
+        data = [pieces[column] for column in columns]
+        checks = [self._check(task.fragments[column], at) for column in columns]
+        for step in self._code(self._matrix(number, columns), data, output):
+            for column, (check, start), piece in zip(columns, checks, data, strict=True):
+                chunk = piece[step : step + CHUNK]
+                if chunk and not check.is_whole(start + step, chunk):
+                    host = task.fragments[column].host
+                    self.damaged.add(Damage(host, task.lane, task.stripe))
+            if not self.damaged and step < output.size:
+                self.made(task.start + at + step, output[step : step + CHUNK].data)
+
+    def _code(self, matrix: Bytes, data: list[memoryview], output: Bytes) -> Iterable[int]:
+        """Computes the output, chunk by chunk where it can; yields the offset of each. Once
+        something is damaged nothing is computed any more: it only remains to see what else is."""
+        lengths = {len(piece) for piece in data} | {output.size}
+        if len(lengths) == 1 and not self.damaged:
+            return self.codec.combine_by_steps(matrix, data, [output], CHUNK)
         if not self.damaged:
-            ordered = [pieces[column] for column in columns]
-            self.codec.combine_clipped(self._matrix(number, columns), ordered, [output])
-        for column in columns:
-            if not self._whole(task.fragments[column], at, pieces[column]):
-                host = task.fragments[column].host
-                self.damaged.add(Damage(host, task.lane, task.stripe))
-        if not self.damaged:
-            self.made(task.start + at, output)
+            self.codec.combine_clipped(matrix, data, [output])
+        return range(0, max(lengths), CHUNK)
+
+    def _check(self, fragment: _Fragment, at: int) -> tuple[SegmentCheck | ParityCheck, int]:
+        """What tells whether chunks of a fragment's piece are whole, and where the piece begins."""
+        if fragment.parity:
+            return self.parity_checks[fragment.host], fragment.start + at
+        return self.segment_checks[fragment.host], fragment.start + at
 
     def _matrix(self, number: int, columns: tuple[int, ...]) -> Bytes:
         """Those columns of the task's coefficients."""
@@ -318,16 +336,6 @@ class _Run:
             matrix = np.ascontiguousarray(self.tasks[number].matrix[:, columns])
             self.matrices[number, columns] = matrix
         return matrix
-
-    def _whole(self, fragment: _Fragment, at: int, data: memoryview) -> bool:
-        start = fragment.start + at
-        if not fragment.parity:
-            return next(self.checks[fragment.host].bad_chunks(start, data), None) is None
-        sums = self.parity_sums[fragment.host]
-        return all(
-            xxhash.xxh3_64_intdigest(data[o : o + CHUNK]) == sums[(start + o) // CHUNK]
-            for o in range(0, len(data), CHUNK)
-        )
 
 
 def _run(sources: Sources, tasks: list[_Task], host: int, made: Made) -> None:

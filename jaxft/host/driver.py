@@ -89,6 +89,7 @@ class Driver:
         self.jobs = Jobs(endpoint.wake)
         self.core = HostCore(host, address, ledger, timing)
         self.recall: Recall | None = None
+        self._reader = network.reader()
         self._events: deque[e.Event] = deque()
         self._leaves: dict[int, tuple[Leaf, ...]] = {}
         self._freezing: int | None = None
@@ -217,6 +218,7 @@ class Driver:
         self.jobs.cancel()
         self.shares.drop_rebuilt()
         self._forget_peers()
+        self._reader = self.network.reader()
         for client in self.clients.seated("rank", "helper"):
             client.channel.close()
 
@@ -395,6 +397,7 @@ class Driver:
         """Computes the share's parity. An old snapshot's group is asked for its manifests first."""
         slot = effect.record
         plan = self._plan if self._plan is not None and self._plan.chosen == effect.id else None
+        reader = self._reader
 
         def work(cancel: threading.Event) -> tuple[int, int, GroupBlob]:
             manifests = {manifest.host: manifest for manifest in effect.manifests}
@@ -409,7 +412,7 @@ class Driver:
                 id=effect.id,
                 layout=layout,
                 addresses={host: bulk_address(address) for host, address in effect.addresses},
-                reader=self.network.reader(),
+                reader=reader,
                 cancel=cancel,
                 names=slot.world.hosts,
                 pace=self.pace,

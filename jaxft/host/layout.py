@@ -22,6 +22,8 @@ from jaxft.host.memory import Bytes
 PAGE = 4096
 _CHECK_BYTES = 8
 
+_digest = xxhash.xxh3_64_intdigest
+
 
 class ReadKey(msgspec.Struct, frozen=True, array_like=True):
     """What a bulk read is for: `kind` "segment", "rebuilt" (a segment that this host has made again
@@ -81,9 +83,23 @@ def own_blob_offset(segment_bytes: int) -> int:
 def checksums(data: Bytes | memoryview) -> bytes:
     """xxh3_64 of every CHUNK of `data`, little-endian."""
     view = np.frombuffer(data, np.uint8).data
-    digest = xxhash.xxh3_64_intdigest
-    digests = [digest(view[at : at + CHUNK]) for at in range(0, len(view), CHUNK)]
+    digests = [_digest(view[at : at + CHUNK]) for at in range(0, len(view), CHUNK)]
     return np.array(digests, "<u8").tobytes()
+
+
+class ParityCheck:
+    """Tells whether chunks of parity have their checksums.
+
+    Args:
+        sums: xxh3_64 of every CHUNK, little-endian.
+    """
+
+    def __init__(self, sums: bytes) -> None:
+        self._expected: list[int] = np.frombuffer(sums, "<u8").tolist()
+
+    def is_whole(self, start: int, chunk: memoryview) -> bool:
+        """Whether a chunk, which begins at `start` of the parity region, is what it should be."""
+        return _digest(chunk) == self._expected[start // CHUNK]
 
 
 class SegmentCheck:
@@ -103,18 +119,20 @@ class SegmentCheck:
             self._expected[first : first + len(digests)] = digests
             self._sizes[first : first + len(digests)] = sizes
 
+    def is_whole(self, start: int, chunk: memoryview) -> bool:
+        """Whether a chunk, which begins at `start` of the segment, is what it should be."""
+        number = start // CHUNK
+        size = self._sizes[number]
+        return len(chunk) >= size and _digest(chunk[:size]) == self._expected[number]
+
     def bad_chunks(self, start: int, data: Bytes | memoryview) -> Iterator[int]:
         """The offsets in the segment of chunks of `data` (which begins at `start`, a multiple of
         CHUNK) that are damaged. A chunk that `data` ends within is checked if its part ends there
         too, else it counts as damaged: pieces are whole chunks."""
         assert start % CHUNK == 0
         view = np.frombuffer(data, np.uint8).data
-        digest = xxhash.xxh3_64_intdigest
         for at in range(0, len(view), CHUNK):
-            number = (start + at) // CHUNK
-            size = self._sizes[number]
-            piece = view[at : at + size]
-            if len(piece) < size or digest(piece) != self._expected[number]:
+            if not self.is_whole(start + at, view[at : at + CHUNK]):
                 yield start + at
 
 

@@ -7,7 +7,7 @@ Rules:
 - One process grows an arena: the one that owns the host's memory. Everyone else who was told of
   the growth calls `ensure` with the new size, which then only maps what is there.
 - An arena never shrinks, and a view that was handed out stays valid for as long as it is
-  referenced, also after growth and after `close`.
+  referenced, also after growth and after `close`. So does what was lent of it.
 - Memory comes into being when it is first written, and a write that finds none kills the process
   (SIGBUS, or the kernel's out-of-memory killer). So callers `check_fits` before they make arenas,
   and `touch` what they are going to use.
@@ -131,13 +131,6 @@ class Arena:
                 f"memory of {self.size_bytes} bytes could not grow to {size_bytes}: {error}"
             ) from error
 
-    def reaches(self, size_bytes: int) -> bool:
-        """Whether the file has at least `size_bytes`, which are mapped then. Never grows it."""
-        if os.fstat(self._fd).st_size < size_bytes:
-            return False
-        self.ensure(size_bytes)
-        return True
-
     def view(self, offset: int, nbytes: int) -> Bytes:
         """A writable uint8 array of shape (nbytes,) over the memory itself, from `offset` on.
 
@@ -183,15 +176,9 @@ class Arena:
         """
         self.view(offset, nbytes)
         assert self._map is not None
-        if (offset, nbytes) in self._entered:
-            return
-        self._entered.add((offset, nbytes))
-        stop = offset + nbytes
-        for at in range(offset // mmap.PAGESIZE * mmap.PAGESIZE, stop, _TOUCH_BYTES):
-            try:
-                self._map.madvise(MADV_POPULATE_READ, at, min(_TOUCH_BYTES, stop - at))
-            except OSError:
-                return
+        if (offset, nbytes) not in self._entered:
+            self._entered.add((offset, nbytes))
+            _enter_pages(self._map, offset, nbytes)
 
     def close(self) -> None:
         """Lets go of the descriptor and of the mapping, once no view is left. May be repeated."""
@@ -213,6 +200,53 @@ class Arena:
         with contextlib.suppress(OSError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._map, np.uint8)
+
+
+class Lent:
+    """Another process's arena, to be read: as large as it was when its descriptor was passed on.
+
+    It is mapped for as long as this object or a view of it is referenced. Pages are entered into
+    this process's page tables when they are first looked at, and stay there, so it pays to keep it.
+
+    Args:
+        fd: stays the caller's.
+
+    Raises:
+        OSError, ValueError: the file is empty or cannot be mapped.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ)
+        self._bytes = memoryview(self._map)
+        self._entered: set[tuple[int, int]] = set()
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self._bytes)
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Its bytes, read-only. Whoever owns them may write to them at any time.
+
+        Raises:
+            ValueError: outside of what is mapped.
+        """
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size_bytes:
+            raise ValueError(
+                f"bytes {offset} to {offset + nbytes} are outside of {self.size_bytes} lent ones"
+            )
+        if (offset, nbytes) not in self._entered:
+            self._entered.add((offset, nbytes))
+            _enter_pages(self._map, offset, nbytes)
+        return self._bytes[offset : offset + nbytes]
+
+
+def _enter_pages(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
+    stop = offset + nbytes
+    for at in range(offset // mmap.PAGESIZE * mmap.PAGESIZE, stop, _TOUCH_BYTES):
+        try:
+            mapping.madvise(MADV_POPULATE_READ, at, min(_TOUCH_BYTES, stop - at))
+        except OSError:
+            return
 
 
 def available_bytes(root: Path | str = "/", *, directory: Path | None = None) -> int:

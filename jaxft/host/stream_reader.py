@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 
 from jaxft.errors import ConfigError, PeerUnreachable, ProtocolError, ReadCancelled
-from jaxft.host.memory import Arena
+from jaxft.host.memory import Lent
 from jaxft.host.stream_frames import (
     ANSWER,
     ASKS,
@@ -67,7 +67,8 @@ _encode = msgspec.msgpack.encode
 
 
 class StreamBulkReader(BulkReader):
-    """Connects anew for each read, so that no answer to an earlier one can arrive in it.
+    """Connects anew for each read, so that no answer to an earlier one can arrive in it. What was
+    mapped stays so for the next one.
 
     Args:
         check_address: raises ConfigError for an address that is not to be read from.
@@ -75,6 +76,7 @@ class StreamBulkReader(BulkReader):
 
     def __init__(self, check_address: Callable[[str], None]) -> None:
         self._check_address = check_address
+        self._lent = _LentFiles()
 
     def read_many(
         self,
@@ -85,7 +87,9 @@ class StreamBulkReader(BulkReader):
         window_bytes: int = WINDOW_BYTES,
         cancel: threading.Event | None = None,
     ) -> Iterator[tuple[T, memoryview | Refused]]:
-        reading = _Reading(self._check_address, requests, window_bytes, peer_s, deadline_s, cancel)
+        reading = _Reading(
+            self._check_address, self._lent, requests, window_bytes, peer_s, deadline_s, cancel
+        )
         try:
             while reading.ask():
                 taken = reading.receive()
@@ -130,10 +134,35 @@ def _huge(size_bytes: int) -> mmap.mmap:
     return memory
 
 
+class _LentFiles:
+    """What servers on this machine have passed on, each file mapped once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], Lent] = {}
+
+    def take(self, fd: int) -> Lent:
+        """The file behind a descriptor, which is closed.
+
+        Raises:
+            ProtocolError: it cannot be mapped.
+        """
+        try:
+            status = os.fstat(fd)
+            file = (status.st_dev, status.st_ino)
+            lent = self._known.get(file)
+            if lent is None or lent.size_bytes < status.st_size:
+                lent = self._known[file] = Lent(fd)
+        except (OSError, ValueError) as error:
+            raise ProtocolError(f"memory that was passed on cannot be mapped: {error}") from error
+        finally:
+            os.close(fd)
+        return lent
+
+
 class _Server(Generic[T]):
     """The connection to one server, what it owes, and how long it has been silent meanwhile."""
 
-    def __init__(self, address: str, buffers: _Buffers) -> None:
+    def __init__(self, address: str, buffers: _Buffers, lent: _LentFiles) -> None:
         self.address = address
         self.owes: deque[ReadRequest[T]] = deque()
         self._buffers = buffers
@@ -144,7 +173,8 @@ class _Server(Generic[T]):
         self._target: memoryview | None = None
         self._filled = 0
         self._fds: list[int] = []
-        self._files: dict[int, Arena] = {}
+        self._files: list[Lent] = []
+        self._lent = lent
         self._retry_at_s = 0.0
         self._retry_s = _RETRY_S
         self.silent_s = 0.0
@@ -247,14 +277,14 @@ class _Server(Generic[T]):
             ProtocolError: there is no such file or place.
         """
         fds, self._fds = self._fds, []
-        for fd in fds:
-            self._files[len(self._files)] = Arena.adopt(fd)
+        self._files += [self._lent.take(fd) for fd in fds]
         request = self.owes.popleft()
-        file = self._files.get(number)
-        if file is None or not file.reaches(offset + request.nbytes):
-            raise ProtocolError(f"the host at {self.address} passed on memory that is none")
-        file.map_pages(offset, request.nbytes)
-        return request, file.view(offset, request.nbytes).data.toreadonly()
+        try:
+            return request, self._files[number].view(offset, request.nbytes)
+        except (IndexError, ValueError) as error:
+            raise ProtocolError(
+                f"the host at {self.address} passed on memory that is none: {error}"
+            ) from error
 
     def _begin(self) -> memoryview:
         """Where the answer goes whose header has come."""
@@ -299,15 +329,12 @@ class _Server(Generic[T]):
         return count
 
     def close(self) -> None:
-        """Views of what was mapped stay valid."""
         if self._socket is not None:
             self._socket.close()
         self._socket, self._connected = None, False
         for fd in self._fds:
             os.close(fd)
-        for file in self._files.values():
-            file.close()
-        self._fds, self._files = [], {}
+        self._fds, self._files = [], []
 
 
 class _Reading(Generic[T]):
@@ -316,6 +343,7 @@ class _Reading(Generic[T]):
     def __init__(
         self,
         check_address: Callable[[str], None],
+        lent: _LentFiles,
         requests: Iterable[ReadRequest[T]],
         window_bytes: int,
         peer_s: float,
@@ -333,6 +361,7 @@ class _Reading(Generic[T]):
         self._servers: dict[str, _Server[T]] = {}
         self._ready: deque[_Server[T]] = deque()
         self._buffers = _Buffers()
+        self._lent = lent
         self._held = 0
         self._held_bytes = 0
 
@@ -398,7 +427,7 @@ class _Reading(Generic[T]):
             self._check_address(address)
             if address.endswith(":*"):
                 raise ConfigError(f'address "{address}" has no port to read from')
-            server = self._servers[address] = _Server(address, self._buffers)
+            server = self._servers[address] = _Server(address, self._buffers, self._lent)
         return server
 
     def _check(self, heard: set[str]) -> None:

@@ -132,7 +132,7 @@ class StreamBulkServer(BulkServer):
             thread.start()
 
     def _serve(self, connected: socket.socket) -> None:
-        passed: dict[tuple[int, int], int] = {}
+        passed: dict[tuple[int, int, int], int] = {}
         try:
             prepare(connected, receive_s=0.0)
             while not self._closing.is_set():
@@ -167,7 +167,7 @@ class StreamBulkServer(BulkServer):
         self,
         connected: socket.socket,
         request: BulkRequest,
-        passed: dict[tuple[int, int], int],
+        passed: dict[tuple[int, int, int], int],
     ) -> None:
         """`passed` are the files whose descriptors the other side has, and their numbers."""
         given = self._look_up(request)
@@ -205,10 +205,13 @@ def _receive(connected: socket.socket, nbytes: int) -> bytearray | None:
     return data
 
 
-def _pass_on(connected: socket.socket, given: Shared, passed: dict[tuple[int, int], int]) -> None:
+def _pass_on(
+    connected: socket.socket, given: Shared, passed: dict[tuple[int, int, int], int]
+) -> None:
     """Says where the data lies, with the descriptor if the other side does not have it yet."""
     status = os.fstat(given.fd)
-    file = (status.st_dev, status.st_ino)
+    # One that has grown is passed on again: the other side has mapped what there was.
+    file = (status.st_dev, status.st_ino, status.st_size)
     ancillary = []
     if file not in passed:
         passed[file] = len(passed)

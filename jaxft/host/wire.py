@@ -136,7 +136,8 @@ class BulkServer(Protocol):
 
 
 class BulkReader(Protocol):
-    """Reads from many servers at once."""
+    """Reads from many servers at once. It holds on to peers' memory that was mapped, so one is kept
+    for reads that follow each other, and let go of when its peers may be gone."""
 
     def read_many(
         self,
