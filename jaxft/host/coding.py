@@ -30,7 +30,7 @@ from jaxft.host.memory import Bytes
 from jaxft.host.pace import Pace
 from jaxft.host.wire import BulkReader, ReadRequest, Refused
 
-PIECE = 8 * CHUNK
+PIECE = 16 * CHUNK
 PEER_S = 10.0
 DEADLINE_S = 600.0
 
@@ -123,12 +123,16 @@ def encode_share(sources: Sources, host: int, parity: Bytes) -> bytes:
     return np.array(sums, "<u8").tobytes()
 
 
-def rebuild_segment(sources: Sources, host: int, lost: frozenset[Damage], output: Bytes) -> None:
+def rebuild_segment(
+    sources: Sources, host: int, lost: frozenset[Damage], output: Bytes, touch: Touch
+) -> None:
     """Makes the segment of `host` again into `output`.
 
     Args:
         lost: fragments that cannot be used; `Damage(host)` for a whole share. Fragments of `host`
             itself that are not among them are copied.
+        touch: makes the memory of a range of `output` exist. It is asked to just before each piece
+            is made, which then is in cache.
 
     Raises:
         DamagedFragments: more is damaged than was known; plan again with it.
@@ -153,7 +157,7 @@ def rebuild_segment(sources: Sources, host: int, lost: frozenset[Damage], output
         if not check.is_whole(start, chunk):
             bad.append(start)
 
-    _run(sources, tasks, host, made)
+    _run(sources, tasks, host, made, touch)
     if bad:
         raise ChunkDamaged(
             f"snapshot {sources.id}: the rebuilt segment of {sources.names[host]} does not have "
@@ -224,14 +228,20 @@ class _Tag(NamedTuple):
 # Called with (offset in the segment or the parity region, the bytes) of every chunk made.
 Made = Callable[[int, memoryview], None]
 
+# Called with (offset there, number of bytes) before they are made.
+Touch = Callable[[int, int], None]
+
 
 class _Run:
     """Reads the pieces of all tasks and codes each as soon as all it needs is there."""
 
-    def __init__(self, sources: Sources, tasks: list[_Task], made: Made) -> None:
+    def __init__(
+        self, sources: Sources, tasks: list[_Task], made: Made, touch: Touch | None
+    ) -> None:
         self.sources = sources
         self.tasks = tasks
         self.made = made
+        self.touch = touch
         self.codec = backend()
         self.keys: dict[_Fragment, bytes] = {}
         self.matrices: dict[tuple[int, tuple[int, ...]], Bytes] = {}
@@ -302,6 +312,8 @@ class _Run:
         """One piece of a task's output, of those of its sources."""
         task = self.tasks[number]
         output = task.output[at : at + PIECE]
+        if self.touch is not None:
+            self.touch(task.start + at, output.size)
         data = [pieces[column] for column in columns]
         checks = [self._check(task.fragments[column], at) for column in columns]
         for step in self._code(self._matrix(number, columns), data, output):
@@ -338,9 +350,11 @@ class _Run:
         return matrix
 
 
-def _run(sources: Sources, tasks: list[_Task], host: int, made: Made) -> None:
+def _run(
+    sources: Sources, tasks: list[_Task], host: int, made: Made, touch: Touch | None = None
+) -> None:
     """Does the tasks of the share of `host`."""
-    run = _Run(sources, tasks, made)
+    run = _Run(sources, tasks, made, touch)
     deadline_s = DEADLINE_S
     if sources.pace is not None:
         deadline_s += sources.pace.lasts_s(run.nbytes)

@@ -300,8 +300,7 @@ class Recall:
         arena = Arena.create("jaxft-rebuilt", max(layout.manifests[host].length, 1))
         output = arena.view(0, layout.manifests[host].length)
         try:
-            arena.touch(0, output.size)
-            rebuild_segment(sources, host, lost, output)
+            rebuild_segment(sources, host, lost, output, arena.touch)
         except BaseException:
             arena.close()
             raise

@@ -208,6 +208,21 @@ def test_long_fragments_are_coded_in_several_calls(
     assert equal(combined(each, rows, data, 3 * 4096 + 5), list(whole))
 
 
+@pytest.mark.parametrize("columns", [0, 1, 3])
+def test_steps_are_made_one_after_the_other(each: Backend, columns: int) -> None:
+    length, step = 1000, 300
+    matrix = np.ascontiguousarray(codec.encode_rows(3, 2)[:, :columns])
+    sources = noise(columns, length)
+    expected = combined(each, matrix, sources, length)
+    outputs = [np.full(length, 0xA5, np.uint8) for _ in range(2)]
+    offsets = []
+    for start in each.combine_by_steps(matrix, sources, outputs, step):
+        offsets.append(start)
+        made = min(start + step, length)
+        assert equal([one[:made] for one in outputs], [one[:made] for one in expected])
+    assert offsets == [0, 300, 600, 900]
+
+
 def test_columns_of_zeros_may_be_left_out(each: Backend) -> None:
     data = noise(5, 777)
     data[1][:] = data[4][:] = 0

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from jaxft.errors import MemoryLimitError
-from jaxft.host.memory import Arena, available_bytes, check_fits
+from jaxft.host.memory import Arena, Lent, available_bytes, check_fits
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -42,6 +42,30 @@ def test_arena_is_whole_pages_of_zeros_and_leaves_no_file(backing: str, tmp_path
     assert not os.get_inheritable(arena.fd)
     link = os.readlink(f"/proc/self/fd/{arena.fd}")
     assert link.startswith("/memfd:slot" if backing == "memfd" else str(tmp_path))
+    arena.close()
+
+
+def test_what_is_lent_is_read_only_and_outlives_its_owner(backing: str, tmp_path: Path) -> None:
+    arena = Arena.create("slot", MIB, directory=tmp_path)
+    arena.view(0, MIB)[:] = 5
+    lent = Lent(arena.fd)
+    view = lent.view(100, MIB - 100)
+    assert view.readonly
+    arena.view(100, 1)[0] = 6
+    assert bytes(view[:2]) == b"\6\5"
+    arena.ensure(2 * MIB)
+    assert lent.size_bytes == MIB
+    arena.close()
+    del lent
+    assert bytes(view[-1:]) == b"\5"
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, MIB + 1), (MIB, 1), (-1, 2), (5, -1)])
+def test_nothing_is_lent_beyond_what_there_is(offset: int, nbytes: int) -> None:
+    arena = Arena.create("slot", MIB)
+    lent = Lent(arena.fd)
+    with pytest.raises(ValueError, match="outside of 1048576 lent ones"):
+        lent.view(offset, nbytes)
     arena.close()
 
 
