@@ -13,6 +13,8 @@ Rules
 - A call that is measured is timed from when the state was there: whoever calls `save` while the
   device still computes does not pay for that twice.
 - Medians of the last WINDOW snapshots: a pause, an evaluation, a checkpoint is one figure of many.
+- On a noisy machine steps beside a snapshot may seem faster than others. They never pay for the
+  stall: the two have medians of their own, neither of which is below zero.
 - The first WARMUP snapshots do not count: programs are compiled, and slots get their pages.
 - A snapshot that was aborted, or a due call that was let pass, says nothing.
 """
@@ -96,7 +98,8 @@ class Meter:
 
     def __init__(self) -> None:
         self._skips_s: deque[float] = deque(maxlen=WINDOW)
-        self._costs_s: deque[float] = deque(maxlen=WINDOW)
+        self._stalls_s: deque[float] = deque(maxlen=WINDOW)
+        self._slower_s: deque[float] = deque(maxlen=WINDOW)
         self._protects_s: deque[float] = deque(maxlen=WINDOW)
         self._calm_step_s: deque[float] = deque(maxlen=WINDOW)
         self._flight_step_s: deque[float] = deque(maxlen=WINDOW)
@@ -158,11 +161,12 @@ class Meter:
 
     def measured(self) -> Measured:
         """The medians so far; nothing while no snapshot has been measured."""
-        if not self._costs_s:
+        if not self._stalls_s:
             return Measured()
         skip_s = statistics.median(self._skips_s) if self._skips_s else 0.0
+        stall_s = max(0.0, statistics.median(self._stalls_s) - skip_s)
         return Measured(
-            cost_s=max(0.0, statistics.median(self._costs_s) - skip_s),
+            cost_s=stall_s + max(0.0, statistics.median(self._slower_s)),
             protect_s=statistics.median(self._protects_s),
             step_s=self._step_s(),
         )
@@ -176,8 +180,8 @@ class Meter:
         self._flight_step_s.append(cycle.flight_s / cycle.flight_steps)
         if cycle.calm_steps:
             self._calm_step_s.append(cycle.calm_s / cycle.calm_steps)
-        slower_s = cycle.flight_s - cycle.flight_steps * self._step_s()
-        self._costs_s.append(cycle.stall_s + slower_s)
+        self._stalls_s.append(cycle.stall_s)
+        self._slower_s.append(cycle.flight_s - cycle.flight_steps * self._step_s())
 
     def _step_s(self) -> float:
         """What a step takes. While none was seen that no snapshot disturbed, one that was."""

@@ -115,6 +115,13 @@ def test_waiting_for_the_last_outcome_is_a_cost() -> None:
     assert loop.meter.measured().cost_s == pytest.approx(0.004 + left_s)
 
 
+def test_steps_that_seem_faster_do_not_pay_for_the_stall() -> None:
+    loop = warm(Loop(stall_s=0.004, slower_s=-0.020))
+    for _ in range(WINDOW):
+        loop.interval(10)
+    assert loop.meter.measured().cost_s == pytest.approx(0.004)
+
+
 def test_no_cost_is_below_zero() -> None:
     loop = warm(Loop(stall_s=0.0, slower_s=-0.01))
     loop.interval(10)
