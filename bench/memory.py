@@ -2,8 +2,12 @@
 
 Counted are the private pages of the snapshot process, all of them; the pages of its snapshot
 memory (not that of its peers on this machine, which it maps now and then); and the private pages of
-the rank, less what it had after a step and before its first snapshot: the state, and all that the
-rank needs to train.
+the rank, less what it had before its first snapshot.
+
+On CPU devices the state lies in host memory, and while a snapshot is copied the step that was to
+overwrite it writes a second one. That is the devices' memory, so the rank has made such steps
+before its first snapshot. What they take is stated. The C library is told to give large blocks
+back at once: else it keeps several times as much as is in use, with snapshots and without.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from bench.measure import Report
@@ -27,6 +32,9 @@ GROWTH_MAX = 1.02
 EARLY = 10
 BATCHES = 10
 
+# See mallopt(3): a threshold that is set does not grow.
+_GIVE_BACK = {"MALLOC_MMAP_THRESHOLD_": str(MIB)}
+
 # Memory for a restore, which is named after its purpose and not after a host.
 _WORK = re.compile(r"/memfd:jaxft-(fetch|rebuilt)\b")
 
@@ -34,10 +42,13 @@ _WORK = re.compile(r"/memfd:jaxft-(fetch|rebuilt)\b")
 def measure(sizes: Sizes, report: Report) -> list[Row]:
     """The peak, and how it grew from the tenth snapshot on."""
     k, m = HOSTS - 1, 1
-    with World(HOSTS, f"{k}+{m}", sizes.small_host_bytes) as world:
+    with World(HOSTS, f"{k}+{m}", sizes.small_host_bytes, _GIVE_BACK) as world:
         world.all("step")
-        before = [_private(rank) for rank in world.pids("rank")]
-        with _Peaks(world) as peaks:
+        alone = _ranks(world)
+        with _Peaks(lambda: _ranks(world)) as peaks:
+            world.all("hold_many", count=EARLY)
+            before = peaks.take()
+        with _Peaks(lambda: _used(world)) as peaks:
             world.all("save_many", count=EARLY)
             early = peaks.take()
             batch = max(1, (sizes.memory_saves - EARLY) // BATCHES)
@@ -49,22 +60,24 @@ def measure(sizes: Sizes, report: Report) -> list[Row]:
     extra = max(
         peak - base for one in (early, *late) for peak, base in zip(one, before, strict=True)
     )
+    held = max(peak - base for peak, base in zip(before, alone, strict=True))
     slots = SLOTS * sizes.small_host_bytes * (k + m) / k
     limit_mib = (1.05 * slots + 64 * MIB) / MIB
     growth = sum(late[-1]) / sum(late[0])
     return [
         row("memory", "MiB", extra / MIB, at_most(1.0, "limit"), limit=limit_mib),
         row("memory[growth]", "", growth, at_most(GROWTH_MAX, "itself")),
+        row("memory[held]", "MiB", held / MIB),
     ]
 
 
 class _Peaks:
-    """The largest use of each host's memory, sampled in a thread."""
+    """The largest of several figures, sampled in a thread."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, sample: Callable[[], list[int]]) -> None:
+        self._used = sample
         self._lock = threading.Lock()
-        self._peaks = [0] * world.count
+        self._peaks = sample()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -74,7 +87,7 @@ class _Peaks:
             time.sleep(SAMPLE_S)
 
     def _note(self) -> None:
-        used = _used(self._world)
+        used = self._used()
         with self._lock:
             self._peaks = [max(one) for one in zip(self._peaks, used, strict=True)]
 
@@ -82,7 +95,7 @@ class _Peaks:
         """The peaks since the last call."""
         self._note()
         with self._lock:
-            peaks, self._peaks = self._peaks, [0] * self._world.count
+            peaks, self._peaks = self._peaks, [0] * len(self._peaks)
         return peaks
 
     def __enter__(self) -> _Peaks:
@@ -92,6 +105,10 @@ class _Peaks:
     def __exit__(self, *unused: object) -> None:
         self._stop.set()
         self._thread.join()
+
+
+def _ranks(world: World) -> list[int]:
+    return [_private(rank) for rank in world.pids("rank")]
 
 
 def _used(world: World) -> list[int]:

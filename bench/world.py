@@ -35,9 +35,12 @@ class World:
         count: how many hosts.
         code: "K+M".
         nbytes: of the state, for each host.
+        environment: beside this process's own.
     """
 
-    def __init__(self, count: int, code: str, nbytes: int) -> None:
+    def __init__(
+        self, count: int, code: str, nbytes: int, environment: Mapping[str, str] | None = None
+    ) -> None:
         self.count = count
         self.directory = Path(tempfile.mkdtemp(prefix="jaxft-bench-"))
         self._pids: dict[tuple[str, str], int] = {}
@@ -52,7 +55,10 @@ class World:
         command += ["--lease-s", "3", "--", sys.executable, "-m", "bench.rank"]
         command += [str(self.directory / "bench.sock"), str(nbytes)]
         self._process = subprocess.Popen(
-            command, env=self._environment(), stdout=self._log, stderr=self._log
+            command,
+            env={**self._environment(), **(environment or {})},
+            stdout=self._log,
+            stderr=self._log,
         )
         try:
             self.meet()
