@@ -22,3 +22,9 @@ def bits_of(array: jax.Array) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return jnp.stack([bits_of(jax.lax.real(array)), bits_of(jax.lax.imag(array))], axis=-1)
     return jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * dtype.itemsize}"))
+
+
+def changes_when_joined(dtype: jnp.dtype) -> bool:
+    """Whether XLA may change elements of this dtype where it puts arrays together: it takes small
+    floats through wider ones, and a NaN's payload does not come through that."""
+    return dtype.itemsize < 4 and jnp.issubdtype(dtype, jnp.floating)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxft.device.bits import bits_of
+from jaxft.device.bits import bits_of, changes_when_joined
 from jaxft.device.layout import BatchKind
 from jaxft.device.shards import Plan
 from jaxft.group.manifest import ALIGN, align
@@ -45,12 +45,14 @@ class Gatherer:
 
     Args:
         memory_kind: where the outputs go; None leaves them in the memory of the device.
+        shards_min: how many shards have to be wanted of a batch for a program to be compiled.
 
     `gather` is for one thread, `prepare` for another.
     """
 
-    def __init__(self, memory_kind: str | None = None) -> None:
+    def __init__(self, memory_kind: str | None = None, *, shards_min: int = 0) -> None:
         self._memory_kind = memory_kind
+        self._shards_min = shards_min
         self._programs: OrderedDict[BatchKind, _Program | None] = OrderedDict()
 
     def gather(self, kind: BatchKind, values: Sequence[jax.Array]) -> jax.Array | None:
@@ -73,7 +75,8 @@ class Gatherer:
     def prepare(self, plan: Plan, may_go_on: Callable[[], bool] = lambda: True) -> None:
         """Compiles the programs that a plan's batches need, one by one for as long as it may."""
         for batch in plan.batches:
-            if batch.kind in self._programs:
+            wanted = sum(len(run.leaves) for run in batch.runs)
+            if batch.kind in self._programs or wanted < self._shards_min:
                 continue
             if not may_go_on():
                 return
@@ -131,10 +134,15 @@ def _gathering(sharding: Any, count: int, memory_kind: str | None) -> Any:
 
 def _rows(*shards: jax.Array) -> jax.Array:
     """One row of unsigned integers for each shard."""
-    rows = [bits_of(shard).reshape(-1) for shard in shards]
-    itemsize = rows[0].dtype.itemsize
-    missing = align(rows[0].size * itemsize, ALIGN) // itemsize - rows[0].size
-    return jnp.pad(jnp.stack(rows), ((0, 0), (0, missing)))
+    flat = [shard.reshape(-1) for shard in shards]
+    if changes_when_joined(flat[0].dtype):
+        rows = jnp.stack([bits_of(one) for one in flat])
+    else:
+        # One kernel for all of them, where the other way takes one more for each.
+        rows = bits_of(jnp.stack(flat)).reshape(len(flat), -1)
+    itemsize = rows.dtype.itemsize
+    missing = align(rows.shape[1] * itemsize, ALIGN) // itemsize - rows.shape[1]
+    return jnp.pad(rows, ((0, 0), (0, missing)))
 
 
 def _zeros(kind: BatchKind) -> jax.Array:

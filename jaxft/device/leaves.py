@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from jaxft.errors import ConfigError
 from jaxft.group.manifest import Leaf, Path, PathKey
@@ -40,7 +41,16 @@ def flatten(tree: Any) -> tuple[list[tuple[Path, Any]], jax.tree_util.PyTreeDef]
             objects.
     """
     with_path, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    return [(_structured(keys), leaf) for keys, leaf in with_path], treedef
+    found: list[tuple[Path, Any]] = []
+    above: tuple[Any, ...] = ()
+    path_above: Path = ()
+    for keys, leaf in with_path:
+        if keys[:-1] != above:  # leaves that follow each other mostly are in the same node
+            above = keys[:-1]
+            path_above = tuple([_structured_key(key, keys) for key in above])
+        last = tuple([_structured_key(key, keys) for key in keys[-1:]])
+        found.append((path_above + last, leaf))
+    return found, treedef
 
 
 def _structured(keys: tuple[Any, ...]) -> Path:
@@ -48,18 +58,21 @@ def _structured(keys: tuple[Any, ...]) -> Path:
 
 
 def _structured_key(key: Any, keys: tuple[Any, ...]) -> PathKey:
-    if type(key) is jax.tree_util.SequenceKey:  # trees with many leaves have lists of them
+    # Trees with many leaves have lists or dicts of them: these two do without the matching.
+    if type(key) is SequenceKey:
         return "i", key.idx
+    if type(key) is DictKey and type(key.key) is str and key.key.isascii():
+        return "k", key.key
     match key:
-        case jax.tree_util.SequenceKey(idx=index):
+        case SequenceKey(idx=index):
             return "i", index
-        case jax.tree_util.GetAttrKey(name=name):
+        case GetAttrKey(name=name):
             return "a", name
-        case jax.tree_util.FlattenedIndexKey(key=index):
+        case FlattenedIndexKey(key=index):
             return "f", index
-        case jax.tree_util.DictKey(key=name) if _is_plain(name):
+        case DictKey(key=name) if _is_plain(name):
             return "k", name
-        case jax.tree_util.DictKey(key=tuple() as names) if all(map(_is_plain, names)):
+        case DictKey(key=tuple() as names) if all(map(_is_plain, names)):
             return "t", json.dumps(names)
     raise ConfigError(
         f"leaf {jax.tree_util.keystr(keys)}: cannot save a tree with the key {key!r} "
@@ -209,6 +222,9 @@ def empty_nodes(tree: Any) -> tuple[Leaf, ...]:
     No restore needs them: they are in the target. Orbax wants to see them in a checkpoint. `dtype`
     is "dict", "list" or "tuple", or "none" for None and for named tuples without fields.
     """
+    taken_apart = jax.tree_util.tree_leaves
+    if len(taken_apart(tree, is_leaf=_is_empty)) == len(taken_apart(tree)):
+        return ()  # to see this costs less than to go through all paths
     with_path, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_empty)
     return tuple(
         Leaf(path=_structured(keys), kind="empty", shape=(), dtype=_EMPTY.get(type(node), "none"))
@@ -242,15 +258,17 @@ def decode_literal(leaf: Leaf) -> Any:
 
 def with_literals(described: tuple[Leaf, ...], values: list[Any]) -> tuple[Leaf, ...]:
     """The same leaves, with the values that the literals among them have now."""
-    return tuple(
-        Leaf(
+    literals = [number for number, leaf in enumerate(described) if leaf.kind == "literal"]
+    if not literals:
+        return described
+    leaves = list(described)
+    for number in literals:
+        leaf = described[number]
+        leaves[number] = Leaf(
             path=leaf.path,
             kind=leaf.kind,
             shape=leaf.shape,
             dtype=leaf.dtype,
-            literal=encode_literal(value),
+            literal=encode_literal(values[number]),
         )
-        if leaf.kind == "literal"
-        else leaf
-        for leaf, value in zip(described, values, strict=True)
-    )
+    return tuple(leaves)

@@ -20,7 +20,7 @@ import functools
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,9 +116,15 @@ def make_plan(tree: Any, processes: Processes | None = None) -> Plan:
     Raises:
         ConfigError: a leaf, or a place it is in, that cannot be saved.
     """
+    return _make_plan(tree, list(map(_signature, jax.tree_util.tree_leaves(tree))), processes)
+
+
+def _make_plan(tree: Any, signatures: Iterable[Hashable], processes: Processes | None) -> Plan:
+    """Plans a tree whose leaves have these signatures."""
     planner = _Planner(processes or Processes.here())
     with_path, treedef = flatten(tree)
-    leaves = tuple([planner.add(path, value) for path, value in with_path])
+    described = zip(with_path, signatures, strict=True)
+    leaves = tuple([planner.add(path, leaf, signature) for (path, leaf), signature in described])
     layout = Layout(planner.kinds.values())
     return Plan(
         leaves=leaves,
@@ -149,9 +155,8 @@ class _Planner:
     def world(self) -> tuple[Any, ...]:
         return self._processes.count, self._of_leaves, self._placed
 
-    def add(self, path: Path, value: Any) -> Leaf:
+    def add(self, path: Path, value: Any, signature: Hashable) -> Leaf:
         """Takes the next leaf."""
-        signature = _signature(value)
         kind = self.kinds.get(signature)
         if kind is None:
             kind = self.kinds[signature] = self._kind(describe(path, value), value)
@@ -289,20 +294,44 @@ class PlanCache:
         self._processes = processes
         self._size = size
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._last: tuple[Any, list[Any], Plan] | None = None
 
     def get(self, tree: Any) -> Plan:
-        """The plan of a tree. Costs less than a microsecond a leaf where the tree is known."""
+        """The plan of a tree. Costs less than half a microsecond a leaf where it is like the last
+        one, and about a microsecond where it is known."""
         with not_collected():
             leaves, treedef = jax.tree_util.tree_flatten(tree)
-            key = (treedef, tuple(map(_signature, leaves)))
-            plan = self._plans.get(key)
-            if plan is None:
-                plan = self._plans[key] = make_plan(tree, self._processes)
-                if len(self._plans) > self._size:
-                    self._plans.popitem(last=False)
-            else:
-                self._plans.move_to_end(key)
+            looks = _looks(leaves)
+            if self._last is not None and self._last[:2] == (treedef, looks):
+                return self._last[2]
+            plan = self._find(tree, treedef, tuple(map(_signature, leaves)))
+            self._last = treedef, looks, plan
             return plan
+
+    def _find(
+        self, tree: Any, treedef: jax.tree_util.PyTreeDef, signatures: tuple[Hashable, ...]
+    ) -> Plan:
+        key = (treedef, signatures)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = _make_plan(tree, signatures, self._processes)
+            if len(self._plans) > self._size:
+                self._plans.popitem(last=False)
+        else:
+            self._plans.move_to_end(key)
+        return plan
+
+
+def _looks(leaves: list[Any]) -> list[Any]:
+    """All that the plan takes from these leaves, for comparison with that of another tree: what a
+    compiled step makes has the very same objects each time, which `==` sees at once."""
+    looks: list[Any] = []
+    for leaf in leaves:
+        try:
+            looks += leaf.aval, leaf.sharding
+        except AttributeError:
+            looks.append(_signature(leaf))
+    return looks
 
 
 def _signature(leaf: Any) -> Hashable:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Literal, get_args
@@ -38,13 +38,19 @@ from jaxft.device.gather import NO_MESH, Gatherer
 from jaxft.device.layout import Batch, Owned, Run
 from jaxft.device.leaves import SUB_BYTE_BITS, show, with_literals
 from jaxft.device.shards import Plan
-from jaxft.errors import ConfigError, StagingError
+from jaxft.errors import ConfigError, JaxftError, StagingError
 from jaxft.group.manifest import Leaf
 
 Staging = Literal["view", "pinned_host", "device"]
 
 # Ranges that one compiled program takes: compile time grows faster than their number.
 PROGRAM_RANGES = 256
+
+# Fewer shards than these are looked at sooner than a program has gathered them.
+VIEWS_MIN = 128
+
+# What comes of asking for an array that JAX cannot give, and of asking a struct.
+_UNREACHABLE = (RuntimeError, ValueError, MemoryError, AttributeError, TypeError)
 
 
 def default_staging() -> Staging:
@@ -67,7 +73,8 @@ def check_staging(staging: Staging | None) -> Staging:
 
 def gatherer_for(staging: Staging) -> Gatherer:
     """What gathers small leaves for this staging."""
-    return Gatherer("pinned_host" if staging == "pinned_host" else None)
+    memory_kind = "pinned_host" if staging == "pinned_host" else None
+    return Gatherer(memory_kind, shards_min=VIEWS_MIN if staging == "view" else 0)
 
 
 def wait_computed(tree: Any) -> None:
@@ -147,12 +154,13 @@ def _gather(batch: Batch, plan: Plan, values: list[Any], gatherer: Gatherer) -> 
         return None
     if gathered is None:
         return None
-    shards = {shard.device: shard.data for shard in gathered.addressable_shards}
-    return [_Gathered(run, plan, shards[run.piece.device]) for run in batch.runs]
+    return [_Gathered(run, plan, gathered) for run in batch.runs]
 
 
 class _Held:
     """The source of one owned range: an array of it, or of its shard, of which `rows` are owned."""
+
+    __slots__ = ("_bytes", "_data", "_leaf", "_rows", "nbytes", "offset")
 
     def __init__(
         self,
@@ -186,17 +194,20 @@ class _Held:
 class _Gathered:
     """The source of a run: those rows of a gathered batch that are owned."""
 
-    def __init__(self, run: Run, plan: Plan, data: jax.Array) -> None:
+    def __init__(self, run: Run, plan: Plan, gathered: jax.Array) -> None:
         self.offset = run.offset
         self.nbytes = run.nbytes
         self._leaf = plan.leaves[run.leaves[0]]
         self._run = run
-        self._data = data
+        self._gathered = gathered
         self._bytes: Bytes | None = None
 
     def bytes(self) -> Bytes:
         if self._bytes is None:
-            rows = np.asarray(jax.device_get(self._data))
+            device = self._run.piece.device
+            shards = self._gathered.addressable_shards
+            data = next(shard.data for shard in shards if shard.device == device)
+            rows = np.asarray(jax.device_get(data))
             if len(self._run.members) < len(rows):
                 rows = rows[list(self._run.members)]
             self._bytes = rows.reshape(-1).view(np.uint8)[: self.nbytes]
@@ -222,57 +233,54 @@ class _Shards:
 
     def on(self, device: Device, leaf: int) -> jax.Array:
         """The shard of a leaf that a device holds, as key data where it is a key."""
-        self._refuse_struct(leaf)
-        with self._naming(leaf):
+        try:
             shards = self._array(leaf).addressable_shards
             found: jax.Array = next(one.data for one in shards if one.device == device)
-            return found
+        except _UNREACHABLE as error:
+            raise self._failed(leaf, error) from error
+        return found
 
     def view(self, owned: Owned, leaves: tuple[Leaf, ...]) -> _Held:
         """Holds a range without a copy if it is a device's, and by a copy if it is NumPy's. Where
         several devices of this process have the same shard, one view of it is enough."""
         leaf = owned.range.leaf
-        self._refuse_struct(leaf)
-        if owned.device is None and not isinstance(self._values[leaf], jax.Array):
-            return _Held(owned, leaves, np.array(self._values[leaf], order="C"), owned.rows)
         key = (leaf, owned.shard)
-        if key not in self._views:
-            with self._naming(leaf):
-                self._views[key] = np.asarray(self._shard(owned))
-        return _Held(owned, leaves, self._views[key], owned.rows)
+        view = self._views.get(key)
+        if view is None:
+            try:
+                view = self._views[key] = self._look(leaf, owned.device)
+            except _UNREACHABLE as error:
+                raise self._failed(leaf, error) from error
+        return _Held(owned, leaves, view, owned.rows)
 
-    def _shard(self, owned: Owned) -> jax.Array:
-        """The shard that the owner holds, or a replica of it."""
-        value = self._array(owned.range.leaf)
-        sharding = value.sharding
-        if sharding not in self._places:
-            # Arrays of the same sharding number their shards alike.
-            numbered = enumerate(value.addressable_shards)
-            self._places[sharding] = {shard.device: number for number, shard in numbered}
-        places = self._places[sharding]
-        number = 0 if owned.device is None else places[owned.device]
-        shard: jax.Array = value.addressable_data(number)
-        return shard
+    def _look(self, leaf: int, device: Device | None) -> np.ndarray[Any, Any]:
+        """A view of the shard that the device holds, or of a replica of it."""
+        value = self._array(leaf)
+        if isinstance(value, np.ndarray):
+            return np.array(value, order="C")
+        number = 0 if device is None else self._places_of(value)[device]
+        return np.asarray(value.addressable_data(number))
 
-    def _array(self, leaf: int) -> jax.Array:
-        value: jax.Array = self._values[leaf]
-        if self._leaves[leaf].kind == "key":
-            value = jax.random.key_data(value)
-        return value
+    def _places_of(self, value: jax.Array) -> dict[Device, int]:
+        """The numbers that the shards of arrays of this sharding have, by device."""
+        places = self._places.get(value.sharding)
+        if places is None:
+            places = {one.device: number for number, one in enumerate(value.addressable_shards)}
+            self._places[value.sharding] = places
+        return places
 
-    def _refuse_struct(self, leaf: int) -> None:
+    def _array(self, leaf: int) -> Any:
+        """The array, as key data where it is a key."""
+        value = self._values[leaf]
+        return jax.random.key_data(value) if self._leaves[leaf].kind == "key" else value
+
+    def _failed(self, leaf: int, error: Exception) -> JaxftError:
         if isinstance(self._values[leaf], jax.ShapeDtypeStruct):
-            raise ConfigError(
+            return ConfigError(
                 f"leaf {show(self._leaves[leaf].path)} is a ShapeDtypeStruct, which has no bytes "
                 "to save; save the arrays themselves"
             )
-
-    @contextlib.contextmanager
-    def _naming(self, leaf: int) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, ValueError, MemoryError) as error:
-            raise _staging_error(self._leaves[leaf], error) from error
+        return _staging_error(self._leaves[leaf], error)
 
 
 def _staging_error(leaf: Leaf, error: BaseException) -> StagingError:

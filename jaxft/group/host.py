@@ -11,6 +11,8 @@ from jaxft.group.keeper import Keeper
 from jaxft.group.messages import Directive, Ledger, Status
 from jaxft.group.root import Root, Timing
 
+TICK_S = 0.25
+
 
 class HostCore:
     """Events in, effects out. Messages to this host's own address never leave it."""
@@ -21,17 +23,38 @@ class HostCore:
         self.keeper = Keeper(host, ledger, silence_s=timing.silence_s)
         self.root: Root | None = None
         self.timing = timing
+        self._ticked_s = self._woken_s = float("-inf")
 
     def handle(self, event: e.Event, now_s: float) -> list[e.Effect]:
         """Takes one event at monotonic time `now_s`; effects are to be performed in order."""
+        self._woken_s = now_s
         if isinstance(event, e.Heard) and isinstance(event.body, Status):
             effects = [] if self.root is None else self.root.heard(event.sender, event.body, now_s)
         else:
             effects = self.keeper.handle(event, now_s)
         self._mind_root(now_s)
-        if self.root is not None and isinstance(event, e.Ticked):
-            effects += self.root.tick(now_s)
+        if isinstance(event, e.Ticked):
+            self._ticked_s = now_s
+            effects += [] if self.root is None else self.root.tick(now_s)
         return self._deliver_own(effects, now_s)
+
+    def due_s(self, now_s: float) -> float:
+        """When the next `Ticked` is due, if nothing else happens before. While nothing is under way
+        that is when a word has to be said again, or one that does not come is missed."""
+        silence_s = self.timing.silence_s
+        root = self.root
+        if not self.keeper.is_calm or (root is not None and not root.is_calm(now_s)):
+            # Silence is counted in ticks, so there have to be several within the shortest.
+            return self._ticked_s + min(TICK_S, silence_s / 8)
+        # So often that it is not taken for a pause of this process.
+        due_s = min(self.keeper.due_s, self._woken_s + silence_s / 3)
+        return due_s if root is None else min(due_s, root.sent_s + root.heartbeat_s)
+
+    def awaits_answers(self, now_s: float) -> bool:
+        """Has the last `Ticked` made a calm root say its sign of life? All hosts answer at once."""
+        root = self.root
+        calm = root is not None and self.keeper.is_calm and root.is_calm(now_s)
+        return calm and root is not None and root.sent_s == self._ticked_s
 
     def _mind_root(self, now_s: float) -> None:
         """Makes the root when this host becomes the first of a generation, drops it when not."""

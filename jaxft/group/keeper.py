@@ -16,6 +16,8 @@ Rules
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from jaxft.group import events as e
@@ -43,6 +45,8 @@ from jaxft.group.world import Generation, World
 
 LINEAGE_MAX = 64
 RESEND_S = 0.25
+# A directive is answered, if the last status is older than this.
+ANSWER_S = RESEND_S / 2
 
 
 class Keeper:
@@ -81,6 +85,7 @@ class Keeper:
         self._last_calls: dict[int, int] = {}
         self._sent_status: Status | None = None
         self._sent_at_s = float("-inf")
+        self.is_calm = False
         self._forget_snapshot()
 
     def _forget_snapshot(self) -> None:
@@ -150,6 +155,7 @@ class Keeper:
         plan, order = self.directive.plan, self.ledger.persist
         return Status(
             version=self._version,
+            heard=self.directive.version,
             frozen=self.frozen,
             ledger=None if settled or not self.frozen else self.ledger,
             options=next(iter(self.options.values()), None),
@@ -202,8 +208,25 @@ class Keeper:
         effects = self._react(event, now_s)
         effects += self._advance(now_s)
         effects += self._mind_root(now_s)
-        effects += self._say(now_s, isinstance(event, e.Ticked))
+        effects += self._say(now_s, event)
         return effects
+
+    @property
+    def due_s(self) -> float:
+        """While it is calm: when time has to pass here, if nothing else happens before."""
+        if self.generation is None or not self.frozen:
+            return math.inf
+        due_s = self._sent_at_s + self._pause_s
+        # A holder has no ranks to tell that the root is out of reach.
+        if self._root_heard_s is None or self.index is None:
+            return due_s
+        return min(due_s, self._root_heard_s + self.silence_s)
+
+    @property
+    def _pause_s(self) -> float:
+        """How long it says nothing, if nothing changes and the root says nothing. Longer than the
+        root's, so that a status answers a directive and needs no time of its own."""
+        return self.silence_s / 3 if self.is_calm else RESEND_S
 
     def _wake(self, now_s: float) -> None:
         """A host that was stopped itself for a while has not missed the root in that time."""
@@ -722,20 +745,38 @@ class Keeper:
 
     # -------------------------------------------------------------------- telling the root
 
-    def _say(self, now_s: float, ticked: bool) -> list[e.Effect]:
-        """Sends the status when it has changed, and now and then as a sign of life."""
+    def _say(self, now_s: float, event: e.Event) -> list[e.Effect]:
+        """Sends the status when it has changed, as an answer to the root, and now and then as a
+        sign of life."""
         if self.generation is None or not self.frozen:
+            self.is_calm = self._entering is None
             return []
         status = self.status()
+        self.is_calm = self._is_calm(status)
         last = self._sent_status
         changed = last is None or msgspec.structs.replace(status, version=last.version) != last
-        if not changed and not (ticked and now_s - self._sent_at_s >= RESEND_S):
+        silent_s = now_s - self._sent_at_s
+        ticked = isinstance(event, e.Ticked) and silent_s >= self._pause_s
+        asked = isinstance(event, e.Heard) and isinstance(event.body, Directive)
+        if not (changed or ticked or (asked and silent_s >= ANSWER_S)):
             return []
         self._version += 1
         status = msgspec.structs.replace(status, version=self._version)
         self._sent_status = status
         self._sent_at_s = now_s
         return [e.Send(self.generation.hosts[0].address, status)]
+
+    def _is_calm(self, status: Status) -> bool:
+        """Is nothing under way here, no restore, snapshot, turn or persist, and nothing amiss?"""
+        order, turn = self.ledger.persist, self.ledger.turn
+        return (
+            status.settled
+            and not self._held
+            and status.report is None
+            and status.wish is None
+            and (turn is None or bool(turn.result))
+            and (order is None or bool(order.result))
+        )
 
 
 def _age(slot: Slot) -> tuple[bool, SnapshotId]:

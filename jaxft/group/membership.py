@@ -198,6 +198,11 @@ class Observer:
         self._since = {key: self._since[key] for key in self._asked}
         return decision
 
+    @property
+    def counts(self) -> bool:
+        """May the last decision become another one by the mere passing of time?"""
+        return bool(self._since)
+
     def _held_s(self, what: str, value: object) -> float:
         """For how long `what` has had this value under the observer's eyes."""
         self._asked.add(what)

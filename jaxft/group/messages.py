@@ -296,7 +296,8 @@ class PersistState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
-    """A host's whole state, as far as the root needs it. `version` only grows.
+    """A host's whole state, as far as the root needs it. `version` only grows; `heard` is the
+    version of the newest directive that the host knows.
 
     `ledger` is there from the moment the host is frozen (old ranks dead, coding stopped) until it
     knows that the generation has settled. `restored` is "verified" or "skipped" once all its ranks
@@ -305,6 +306,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
     """
 
     version: int
+    heard: int = -1
     frozen: bool = False
     ledger: Ledger | None = None
     options: RankOptions | None = None

@@ -10,7 +10,8 @@ In the running phase the silence of an SMP never ends the generation, for the ra
 training: snapshots are *held* until every host knows the last outcome. An SMP that hangs is found
 by its own agent.
 
-What is decided is a `Directive` with a growing version, sent until each host's status shows it.
+What is decided is a `Directive` with a growing version, sent until each host's status shows it, and
+then only as a sign of life, which every host answers.
 A root whose SMP is started again within the generation reads the last outcome in its ledger and
 asks nobody: the hosts send their status all the time.
 """
@@ -74,7 +75,7 @@ class Root:
         self._asked_s = now_s
         self._faulted = False
         self._announced = ""
-        self._sent_s = float("-inf")
+        self.sent_s = float("-inf")
         self._persist_number = ledger.boots * 1000
         self._persist_started_s = now_s
         self._persist_from_step = None if ledger.persist is None else ledger.persist.step
@@ -94,25 +95,54 @@ class Root:
     def heard(self, sender: str, status: Status, now_s: float) -> list[e.Effect]:
         """A status arrived; older ones than the newest change nothing."""
         self._wake(now_s)
+        back = now_s - self.heard_s.get(sender, now_s) > self.timing.silence_s
         self.heard_s[sender] = now_s
         known = self.statuses.get(sender)
         if known is not None and status.version <= known.version:
             return []
         self.statuses[sender] = status
-        behind = status.settled != self.directive.settled or (
-            self.directive.outcome is not None and status.outcome_seq < self.directive.outcome.seq
-        )
         effects = self.advance(now_s)
-        if behind and not effects:
+        # One that was silent has not heard this root either, as far as is known.
+        if (back or status.heard < self.directive.version) and not effects:
             effects = self._tell(self._member(sender))
         return effects
 
     def tick(self, now_s: float) -> list[e.Effect]:
         self._wake(now_s)
         effects = self.advance(now_s)
-        if now_s - self._sent_s >= RESEND_S:
+        pause_s = self.heartbeat_s if self.is_calm(now_s) else min(RESEND_S, self.heartbeat_s)
+        if now_s >= self.sent_s + pause_s:
             effects += self._tell_all(now_s) + self._invite()
         return effects
+
+    @property
+    def heartbeat_s(self) -> float:
+        """How long it says nothing while it is calm: so that three words fit into a silence."""
+        return 0.3 * self.timing.silence_s
+
+    def is_calm(self, now_s: float) -> bool:
+        """Is nothing under way, and everything known to all? One that is silent is not waited for:
+        it says what it does not know when it is back."""
+        directive = self.directive
+        everyone = (*self.generation.hosts, *self.generation.holders)
+        silent = self._silent(everyone, now_s)
+        order, turn = directive.persist, directive.turn
+        return (
+            directive.settled
+            and not directive.held
+            and (turn is None or bool(turn.result))
+            and (order is None or bool(order.result))
+            and all(
+                self._is_up_to_date(member.host) for member in everyone if member.host not in silent
+            )
+        )
+
+    def _is_up_to_date(self, host: str) -> bool:
+        """Does this host know all that is decided, and has nothing to be decided?"""
+        status = self.statuses.get(host)
+        return status is not None and (
+            status.heard == self.directive.version and status.report is None
+        )
 
     def _invite(self) -> list[e.Effect]:
         """Holders that have not been heard are asked in."""
@@ -138,7 +168,7 @@ class Root:
         return [e.Send(member.address, self.directive) for member in members]
 
     def _tell_all(self, now_s: float) -> list[e.Effect]:
-        self._sent_s = now_s
+        self.sent_s = now_s
         return self._tell((*self.generation.hosts, *self.generation.holders))
 
     def _direct(self, now_s: float, **changes: object) -> list[e.Effect]:

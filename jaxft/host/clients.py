@@ -28,6 +28,7 @@ class Client:
         self.channel = channel
         self.hello: p.Hello | None = None
         self.seated = False
+        self._pulse = -1
 
     @property
     def role(self) -> str:
@@ -40,6 +41,25 @@ class Client:
         except WireError as error:
             _log.warning("%s (pid %d) is given up: %s", self.role, self.channel.peer_pid, error)
             self.channel.close()
+
+    def keep_pulse(self, fd: int) -> None:
+        """Takes a descriptor over; an agent's is an eventfd that each `beat` counts up."""
+        self._drop_pulse()
+        self._pulse = fd
+
+    def beat(self) -> None:
+        if self._pulse >= 0 and self.role == "agent":
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._pulse, 1)
+
+    def close(self) -> None:
+        self.channel.close()
+        self._drop_pulse()
+
+    def _drop_pulse(self) -> None:
+        fd, self._pulse = self._pulse, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class Clients:
@@ -61,7 +81,12 @@ class Clients:
     def drop(self, fd: int) -> None:
         client = self._clients.pop(fd, None)
         if client is not None:
-            client.channel.close()
+            client.close()
+
+    def beat(self) -> None:
+        """Lets those that watch it see that the loop turns; wakes nobody."""
+        for client in self._clients.values():
+            client.beat()
 
     def drop_ended(self) -> list[Client]:
         """Takes out the clients whose connection ended, and returns them."""

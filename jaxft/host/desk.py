@@ -40,7 +40,7 @@ class Desk:
         try:
             for payload, fds in client.channel.drain():
                 for fd in fds:
-                    os.close(fd)
+                    client.keep_pulse(fd)
                 self._take(client, p.decode_client(payload))
         except (JaxftError, msgspec.MsgspecError) as error:
             _log.warning("pid %d is sent away: %s", client.channel.peer_pid, error)

@@ -93,6 +93,7 @@ class Driver:
         self._events: deque[e.Event] = deque()
         self._leaves: dict[int, tuple[Leaf, ...]] = {}
         self._freezing: int | None = None
+        self._room_bytes = 0
         self._peers: set[str] = set()
         self._plan: Plan | None = None
         self._perform: dict[type, Callable[..., None]] = {
@@ -163,19 +164,16 @@ class Driver:
         ):
             self.happen(e.EnterWanted(generation))
 
-    def tick(self) -> None:
-        """Lets time pass in the core."""
+    def tick(self) -> bool:
+        """Lets time pass in the core; whether that makes all other hosts answer, and nothing else
+        is under way."""
         self.happen(e.Ticked())
+        return self.core.awaits_answers(time.monotonic())
 
     @property
-    def is_idle(self) -> bool:
-        """Nothing is under way here that time could be needed for: no snapshot, no restore."""
-        return (
-            self._freezing is None
-            and not self.jobs.unfinished
-            and self.ledger.settled
-            and self.core.keeper.status().report is None
-        )
+    def due_s(self) -> float:
+        """When `tick` is to be called, if nothing else happens before; monotonic time."""
+        return self.core.due_s(time.monotonic())
 
     def try_frozen(self) -> None:
         """Says that the host is frozen, once no old rank lives and no old job runs."""
@@ -213,6 +211,7 @@ class Driver:
 
     def _freeze(self, effect: e.Freeze) -> None:
         self._freezing = effect.generation
+        self._room_bytes = 0
         self._plan = None
         self.recall = None
         self.jobs.cancel()
@@ -326,7 +325,8 @@ class Driver:
     def reserve(self, nbytes: int) -> str:
         """Is there memory for two slots with parts of this size? Returns what is wrong.
 
-        If nothing is, the memory is made to exist meanwhile, so that no snapshot waits for it.
+        If nothing is, the memory is made to exist once all is restored, so that no snapshot waits
+        for it.
         """
         generation, index = self.core.keeper.generation, self.core.keeper.index
         if generation is not None and index is not None:
@@ -343,6 +343,16 @@ class Driver:
         except MemoryLimitError as error:
             return str(error)
 
+        self._room_bytes = wanted if growth else 0
+        if self.ledger.settled:
+            self._ready_slots()
+        return ""
+
+    def _ready_slots(self) -> None:
+        """Makes the memory that was reserved exist; not before a restore is through with memory
+        and processors."""
+        wanted, self._room_bytes = self._room_bytes, 0
+
         def room(cancel: threading.Event) -> None:
             for number in range(len(self.shares.slots)):
                 if not cancel.is_set():
@@ -353,9 +363,8 @@ class Driver:
             if error is not None:
                 _log.warning("memory for the slots could not be made ready: %s", error)
 
-        if growth:
+        if wanted:
             self.jobs.start("reserve", room, done)
-        return ""
 
     def _left_bytes(self) -> int:
         """How much more memory the slots may take."""
@@ -558,6 +567,7 @@ class Driver:
     def _tell_settled(self, effect: e.TellSettled) -> None:
         directive = effect.directive
         self.clients.tell(p.SettledTold(base=directive.base, interval=directive.interval), "rank")
+        self._ready_slots()
 
     def _tell_staged(self, effect: e.TellStaged) -> None:
         self.clients.tell(p.StagedTold(seq=effect.seq), "rank")

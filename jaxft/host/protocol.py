@@ -28,7 +28,8 @@ from jaxft.group.world import Generation
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """`role` is "agent", "rank" or "helper". Ranks and helpers name the generation they belong to;
-    one of another generation is refused."""
+    one of another generation is refused. The agent's may come with an eventfd, its *pulse*, which
+    the SMP counts up with each turn of its loop, several times within `silence_s`."""
 
     role: str
     pid: int

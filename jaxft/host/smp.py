@@ -27,9 +27,12 @@ from jaxft.host.shares import Shares
 from jaxft.host.wire_zmq import ZmqNetwork
 
 _log = logging.getLogger("jaxft.smp")
-# How often time passes in the core; all that must be quick wakes the loop itself.
-TICK_S = 0.25
-IDLE_TICK_S = 1.0
+# How often the loop turns at least, with an agent and without, and how often time passes in the
+# core at most; all that must be quick wakes the loop itself.
+TURN_S = 5.0
+ALONE_S = 0.5
+TICK_S_MIN = 0.02
+ANSWERS_S = 0.02
 ORPHAN_S = 600.0
 
 
@@ -83,15 +86,16 @@ class Smp:
         self.desk = Desk(self.driver, self.clients)
         self.listener = LocalListener(directory / "smp.sock")
         self._agent_at_s = time.monotonic()
-        # Silence is counted in ticks, so there have to be several within the shortest.
-        self._tick_s = min(TICK_S, timing.silence_s / 8)
-        self._idle_tick_s = min(IDLE_TICK_S, timing.silence_s / 8)
+        self._alone = True
 
     def run(self) -> None:
         """Serves until told to stop or orphaned."""
-        next_tick_s = 0.0
+        ticked_s = 0.0
         while not self.desk.stopping and not self._orphaned():
-            wait_s = max(0.0, next_tick_s - time.monotonic())
+            self.clients.beat()
+            due_s = max(self.driver.due_s, ticked_s + TICK_S_MIN)
+            turn_s = ALONE_S if self._alone else TURN_S
+            wait_s = min(turn_s, max(0.0, due_s - time.monotonic()))
             fds = [self.listener.fileno(), *self.clients.fds(), *self.driver.writer_fds()]
             ready = self.endpoint.wait(fds, wait_s)
             for payload in self.endpoint.receive(0):
@@ -99,12 +103,12 @@ class Smp:
             self._serve_clients(ready)
             self.driver.jobs.reap()
             self.driver.try_frozen()
-            if time.monotonic() >= next_tick_s:
-                self.driver.tick()
-                idle = self.driver.is_idle
-                next_tick_s = time.monotonic() + (self._idle_tick_s if idle else self._tick_s)
-            elif ready:
-                next_tick_s = min(next_tick_s, time.monotonic() + self._tick_s)
+            if time.monotonic() >= due_s:
+                answered = self.driver.tick()
+                ticked_s = time.monotonic()
+                if answered:
+                    # One turn for all of them, where each would wake the loop by itself.
+                    time.sleep(ANSWERS_S)
             self.desk.attend_waiting()
             self._let_go()
 
@@ -125,7 +129,8 @@ class Smp:
             self.desk.left(client)
 
     def _orphaned(self) -> bool:
-        if any(True for _ in self.clients.seated("agent")):
+        self._alone = not any(True for _ in self.clients.seated("agent"))
+        if not self._alone:
             self._agent_at_s = time.monotonic()
         elif not self.listener.is_reachable:
             _log.warning(

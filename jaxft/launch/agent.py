@@ -50,14 +50,15 @@ from jaxft.launch.probe import answering
 from jaxft.launch.progress import ProgressLog
 from jaxft.launch.ranks import Ranks
 from jaxft.launch.registration import Registration, StoreWatcher
-from jaxft.launch.smp_process import Died, Happening, SnapshotProcess, Up
+from jaxft.launch.smp_process import LOOK_S, Died, Happening, SnapshotProcess, Up
 from jaxft.launch.store import Store
 from jaxft.launch.stores import open_store
 from jaxft.status.events import EventLog
 
-# How often the clock is looked at; what must be quick (a process that ends, a message, a change in
-# the store) wakes the loop itself.
+# How often the clock is looked at while something is waited for, and while nothing is; what must
+# be quick (a process that ends, a message, a change in the store) wakes the loop itself.
 TICK_S = 0.25
+CALM_S = LOOK_S
 TURNS_MAX = 20
 PROBE_EVERY_S = 1.0
 WONDER_S = 1.0
@@ -118,6 +119,7 @@ class Agent:
         self._unheard: dict[str, float] = {}
         self._said = ""
         self._waits = ("", 0.0)
+        self._waits_long = False
         self._failed = True
 
     # -------------------------------------------------------------------- from start to end
@@ -157,7 +159,7 @@ class Agent:
 
     def _loop(self, store: Store) -> JobEnd:
         while True:
-            self._wait()
+            self._wait(CALM_S if self._is_calm() else TICK_S)
             if self._signal:
                 raise Interrupted(self._signal)
             for happening in self._smp.poll():
@@ -169,11 +171,26 @@ class Agent:
             if end is not None:
                 return end
 
-    def _wait(self) -> None:
+    def _is_calm(self) -> bool:
+        """Is nothing waited for that only the clock can bring?"""
+        registration, watcher = self._registration, self._watcher
+        return (
+            registration is not None
+            and watcher is not None
+            and watcher.view() is not None
+            and registration.silent_s() < self.options.lease_s
+            and self._waits_long
+            and self._smp.is_calm
+            and self._progress.is_written
+            and not self._ranks.is_chatty
+        )
+
+    def _wait(self, timeout_s: float) -> None:
         poller = select.poll()
-        for fd in (self._wake_r, *self._smp.fds(), *self._ranks.fds()):
+        fds = (*self._smp.fds(), *self._ranks.fds(), *self._persisting.fds())
+        for fd in (self._wake_r, *fds):
             poller.register(fd, select.POLLIN)
-        poller.poll(TICK_S * 1000)
+        poller.poll(timeout_s * 1000)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_r, 4096)
 
@@ -199,7 +216,7 @@ class Agent:
             self._last_snapshot.ask()
         try:
             while self._last_snapshot.answer is None and not why_not:
-                self._wait()
+                self._wait(TICK_S)
                 for happening in self._smp.poll():
                     self._smp_happened(happening, store)
                 self._ranks.poll()
@@ -380,6 +397,7 @@ class Agent:
 
     def _take_turns(self, store: Store) -> JobEnd | None:
         """Does what is to be done, until there is nothing left or the job is over."""
+        self._waits_long = False
         try:
             self._progress.write(store)
             for _ in range(TURNS_MAX):
@@ -404,6 +422,7 @@ class Agent:
             case m.Wait(reason, left_s, probe):
                 self._say_wait(reason, left_s)
                 self._probe(probe)
+                self._waits_long = not (left_s or probe or self._observer.counts)
                 return False
             case m.Form():
                 self._form(decision, store)

@@ -58,9 +58,12 @@ class LogFollower:
         self._file: BinaryIO = path.open("rb")
         self._rest = b""
 
-    def poll(self) -> None:
-        """Shows the whole lines that have come, and a last one that has grown too long."""
+    def poll(self) -> bool:
+        """Shows the whole lines that have come, and a last one that has grown too long; whether
+        anything has come."""
+        came = False
         while data := self._file.read(READ_BYTES):
+            came = True
             lines = (self._rest + data).split(b"\n")
             self._rest = lines.pop()
             for line in lines:
@@ -68,6 +71,7 @@ class LogFollower:
             if len(self._rest) > LINE_BYTES_MAX:
                 self._show(self._rest)
                 self._rest = b""
+        return came
 
     def close(self) -> None:
         """Shows the rest."""

@@ -1,4 +1,4 @@
-"""Wakes up when a file is written to, where the system can tell (Linux, inotify(7)).
+"""Wakes up when files are written to, where the system can tell (Linux, inotify(7)).
 
 It may be wrong both ways: a wake is a hint to look, and who waits looks now and then in any case.
 """
@@ -11,6 +11,7 @@ import os
 import select
 import struct
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
 # linux/inotify.h. What is not about the content may mean that another file has the name by now.
@@ -20,6 +21,58 @@ IN_DELETE_SELF = 0x00000400
 IN_MOVE_SELF = 0x00000800
 _EVENT = struct.Struct("iIII")
 _READ_BYTES = 1 << 16
+
+
+class _Inotify:
+    """The system's word on files; `fd` is readable when there is some, -1 where it says nothing."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+        with contextlib.suppress(OSError, AttributeError):
+            self._libc = ctypes.CDLL(None, use_errno=True)
+            self.fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._closing = weakref.finalize(self, os.close, self.fd) if self.fd >= 0 else None
+
+    def add(self, path: Path, mask: int) -> bool:
+        """Whether the file is watched from now on."""
+        if self.fd < 0:
+            return False
+        added = self._libc.inotify_add_watch(self.fd, os.fsencode(path), ctypes.c_uint32(mask))
+        return bool(added >= 0)
+
+    def take(self) -> list[int]:
+        """What was said since, as masks."""
+        masks: list[int] = []
+        # Events of a file, not of a directory: they carry no names, so all are of one size.
+        with contextlib.suppress(BlockingIOError):
+            while self.fd >= 0 and (events := os.read(self.fd, _READ_BYTES)):
+                masks += [mask for _, mask, _, _ in _EVENT.iter_unpack(events)]
+        return masks
+
+    def close(self) -> None:
+        self.fd = -1
+        if self._closing is not None:
+            self._closing()
+
+
+class Writes:
+    """Hears of writes to any of some files, which are there and stay the same files."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._inotify = _Inotify()
+        if not all(self._inotify.add(path, IN_MODIFY) for path in paths):
+            self._inotify.close()
+
+    def fileno(self) -> int:
+        """Readable when there was a write since `clear`; -1: the system cannot tell."""
+        return self._inotify.fd
+
+    def clear(self) -> None:
+        """Forgets what was written so far; look at the files after this."""
+        self._inotify.take()
+
+    def close(self) -> None:
+        self._inotify.close()
 
 
 class FileWatch:
@@ -34,37 +87,27 @@ class FileWatch:
         self._path = path
         self._poll_s = poll_s
         self._watched: tuple[int, int] | None = None
-        self._fd = -1
-        with contextlib.suppress(OSError, AttributeError):
-            self._libc = ctypes.CDLL(None, use_errno=True)
-            self._fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-        if self._fd >= 0:
-            weakref.finalize(self, os.close, self._fd)
+        self._inotify = _Inotify()
 
     def clear(self) -> None:
         """Forgets what was written so far; whoever waits looks after this and before `wait`."""
-        if self._fd < 0:
-            return
-        # Events of a file, not of a directory: they carry no names, so all are of one size.
-        with contextlib.suppress(BlockingIOError):
-            while events := os.read(self._fd, _READ_BYTES):
-                if any(mask != IN_MODIFY for _, mask, _, _ in _EVENT.iter_unpack(events)):
-                    self._watched = None
+        if any(mask != IN_MODIFY for mask in self._inotify.take()):
+            self._watched = None
         try:
             found = os.stat(self._path)
         except OSError:
             self._watched = None
             return
         if self._watched != (found.st_dev, found.st_ino):
-            mask = ctypes.c_uint32(IN_MODIFY | IN_ATTRIB | IN_DELETE_SELF | IN_MOVE_SELF)
-            added = self._libc.inotify_add_watch(self._fd, os.fsencode(self._path), mask)
-            self._watched = (found.st_dev, found.st_ino) if added >= 0 else None
+            mask = IN_MODIFY | IN_ATTRIB | IN_DELETE_SELF | IN_MOVE_SELF
+            added = self._inotify.add(self._path, mask)
+            self._watched = (found.st_dev, found.st_ino) if added else None
 
     def wait(self, timeout_s: float) -> bool:
         """Until the file was written to since `clear` (True), or `timeout_s` is over."""
         if self._watched is None:
             timeout_s = min(timeout_s, self._poll_s)
         poller = select.poll()
-        if self._fd >= 0:
-            poller.register(self._fd, select.POLLIN)
+        if self._inotify.fd >= 0:
+            poller.register(self._inotify.fd, select.POLLIN)
         return bool(poller.poll(max(0.0, timeout_s) * 1000))

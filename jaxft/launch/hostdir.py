@@ -175,5 +175,5 @@ def clear_local_store(job: str, url: str) -> None:
     """Removes that store, if it is the one that is used. The job's lock is held."""
     directory = config.run_dir().absolute() / job
     if url == local_store(job):
-        for name in ("store.db", "store.db-wal", "store.db-shm"):
-            (directory / name).unlink(missing_ok=True)
+        for name in ("", "-wal", "-shm", "-pulses"):
+            (directory / f"store.db{name}").unlink(missing_ok=True)

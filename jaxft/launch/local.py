@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import time
@@ -33,6 +34,7 @@ from jaxft.launch.stores import open_store
 from jaxft.status.events import EventLog
 
 POLL_S = 0.02
+LOOK_S = 1.0
 END_S = 30.0
 RESPAWN_S = 0.2
 QUICK_S = 60.0
@@ -63,6 +65,7 @@ class LocalWorld:
         self._over_s: float | None = None
         self._failed = True
         self._signals: list[int] = []
+        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> JobEnd:
         """Runs the job to its end and takes everything away but, after a failure, the logs.
@@ -89,7 +92,7 @@ class LocalWorld:
                     kill_all(self._agents.values(), KILL_S)
                     break
                 self._look()
-                time.sleep(POLL_S)
+                self._wait()
             return self._result()
         finally:
             with contextlib.suppress(LaunchError):
@@ -98,9 +101,24 @@ class LocalWorld:
             for host in self._hosts:
                 self._clear_host(host)
             self._events.close()
+            wake, self._wake_w = self._wake_w, -1
+            os.close(wake)
+            os.close(self._wake_r)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
+        with contextlib.suppress(OSError):  # It is closed in the end.
+            os.write(self._wake_w, b"!")
+
+    def _wait(self) -> None:
+        """Until an agent ends, a signal comes, or one is to be started again."""
+        poller = select.poll()
+        ends = [agent.pidfd for agent in self._agents.values() if agent.pidfd >= 0]
+        for fd in (self._wake_r, *ends):
+            poller.register(fd, select.POLLIN)
+        poller.poll(1000 * (POLL_S if self._due or self._over_s is not None else LOOK_S))
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wake_r, 4096)
 
     def _end_agents(self) -> None:
         """Passes the signals on, also those that come while the agents end, and waits."""

@@ -43,6 +43,10 @@ class Persisting:
                 self._options, generation, index, self._smp.socket, order.number
             )
 
+    def fds(self) -> list[int]:
+        """Readable when the helper ends."""
+        return self._helper.fds() if self._helper is not None else []
+
     def poll(self) -> str:
         """What is wrong with a helper that has just ended; "" if nothing is."""
         failure = self._helper.failure() if self._helper is not None else None
@@ -80,6 +84,9 @@ class PersistHelper:
         env = rank_environment(generation, options.host, index, smp)
         env |= {"JAXFT_RANKS": str(len(generation.hosts)), PERSIST: str(number)}
         self._child = Child([sys.executable, *HELPER], env=env, log=self.log)
+
+    def fds(self) -> list[int]:
+        return [self._child.pidfd] if self._child.pidfd >= 0 else []
 
     def failure(self) -> str | None:
         """None while it runs, "" once it has ended well, else what is wrong."""

@@ -49,13 +49,18 @@ class ProgressLog:
         else:
             self._known = Progress()
 
+    @property
+    def is_written(self) -> bool:
+        """Is there nothing that the store has not got yet?"""
+        return self._generation is None or self._known is None or self._known == self._written
+
     def write(self, store: Store, *, at_once: bool = False) -> None:
         """Writes what is new, if it is time.
 
         Raises:
             StoreError: the store does not answer; it is written the next time.
         """
-        if self._generation is None or self._known is None or self._known == self._written:
+        if self._generation is None or self._known is None or self.is_written:
             return
         now_s = time.monotonic()
         first = self._written is None or self._written.snapshot is None

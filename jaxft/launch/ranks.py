@@ -14,6 +14,7 @@ from jaxft.group.membership import Exit
 from jaxft.group.world import Generation
 from jaxft.launch.child import Child, end_all, kill_all
 from jaxft.launch.console import Console, LogFollower, last_lines
+from jaxft.launch.filewatch import Writes
 from jaxft.launch.hostdir import RankFile
 from jaxft.launch.options import KILL_S, RunOptions
 from jaxft.status.events import EventLog
@@ -47,6 +48,8 @@ class Ranks:
         self._events = events
         self._children: dict[int, Child] = {}
         self._followers: list[LogFollower] = []
+        self._writes: Writes | None = None
+        self._chatty = False
         self._exits: dict[int, Exit] = {}
         self.generation = 0
 
@@ -61,25 +64,36 @@ class Ranks:
         return tuple(self._exits.values())
 
     def fds(self) -> list[int]:
-        """Readable when one ends."""
-        return [child.pidfd for child in self._children.values() if child.pidfd >= 0]
+        """Readable when one ends, or prints after a while of silence."""
+        fds = [child.pidfd for child in self._children.values() if child.pidfd >= 0]
+        return fds if self._writes is None or self.is_chatty else [*fds, self._writes.fileno()]
+
+    @property
+    def is_chatty(self) -> bool:
+        """Is what they print to be looked for now and then? Else `fds` tells of it. So a rank that
+        prints without a pause wakes nobody for each line."""
+        return self._writes is not None and (self._chatty or self._writes.fileno() < 0)
 
     def start(self, generation: Generation, index: int) -> None:
         """Starts the ranks of the host with this index; all earlier ones are dead."""
         assert not self._children
         self.generation = generation.number
-        first = generation.first_rank(index)
+        first, logs = generation.first_rank(index), []
         for rank in range(first, first + generation.hosts[index].ranks):
             log = self._options.logs() / f"gen{generation.number}-rank{rank}.log"
             env = rank_environment(generation, self._options.host, rank, self._smp)
             _fresh_log(log)
             child = Child(self._options.command, env=env, log=log)
             self._children[rank] = child
-            self._followers.append(LogFollower(self._console, rank, log))
+            logs.append(log)
+            if not self._console.quiet:
+                self._followers.append(LogFollower(self._console, rank, log))
             self._events.emit(
                 "rank_started", rank=rank, pid=child.pid, generation=generation.number
             )
         self._rank_file.write(list(self._children.values()))
+        self._writes = None if self._console.quiet else Writes(logs)
+        self._chatty = True
 
     def poll(self) -> None:
         """Notes who has ended, and shows what they print."""
@@ -95,8 +109,10 @@ class Ranks:
         self.follow()
 
     def follow(self) -> None:
-        for follower in self._followers:
-            follower.poll()
+        if self._writes is not None:
+            self._writes.clear()
+        came = [follower.poll() for follower in self._followers]
+        self._chatty = any(came)
 
     def kill(self) -> None:
         """SIGKILL at once, and until all are dead. Raises LaunchError if one does not die."""
@@ -116,6 +132,9 @@ class Ranks:
                 self._say_exit(rank, child.status() or 0)
         for follower in self._followers:
             follower.close()
+        if self._writes is not None:
+            self._writes.close()
+        self._writes = None
         if left:
             self._events.emit(
                 "ranks_killed",

@@ -20,7 +20,7 @@ from jaxft.group.records import HOST, HostRecord, View, read_view
 from jaxft.group.world import encode
 from jaxft.launch.store import Entry, Lease, Store
 
-RENEWALS_A_LEASE = 5
+RENEWALS_A_LEASE = 4
 WATCH_S = 1.0
 RETRY_S = 0.1
 

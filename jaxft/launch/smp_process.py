@@ -5,11 +5,14 @@ Rules
   only after it is seen dead: two never write to the same memory.
 - An SMP that dies again and again on its memory gets new memory, which counts as a lost host. One
   that dies on new memory too ends the agent.
-- One that does not answer within a deadline is killed, and then is a dead one. It is asked every
-  PING_S while it is up, and has twice `silence_s` for it: longer than a busy machine keeps it from
-  its loop, for three deaths in a row cost the host its memory, and far shorter than a rank waits
-  for an outcome. From `silence_s` on snapshots are held, so no other host's ranks wait for it.
+- One that does not answer within a deadline is killed, and then is a dead one. So is one whose loop
+  has not turned for twice `silence_s`: it counts the turns in an eventfd that was passed to it,
+  which is looked at when this process is awake anyway, and wakes nobody. That time is longer than
+  a busy machine keeps it from its loop, for three deaths in a row cost the host its memory, and far
+  shorter than a rank waits for an outcome. From `silence_s` on snapshots are held, so no other
+  host's ranks wait for it.
 - The time that this process itself stood still counts against nobody.
+- `poll` is to be called every LOOK_S, and whenever one of `fds` is readable.
 - Whoever calls holds the host's lock, so nobody else starts one.
 """
 
@@ -39,7 +42,7 @@ SOCKET = "smp.sock"
 START_S = 30.0
 ANSWER_S = 5.0
 CHECK_S = 2.0
-PING_S = 1.0
+LOOK_S = 1.0
 PAUSE_S = 1.0
 STOP_S = 3.0
 SEND_S = 1.0
@@ -88,8 +91,8 @@ class SnapshotProcess:
         self._fds: tuple[int, ...] = ()
         self._how = "started"
         self._deadline_s: float | None = None
-        self._ping_deadline_s: float | None = None
-        self._pinged_s = time.monotonic()
+        self._pulse = -1
+        self._still_s = 0.0
         self._polled_s = time.monotonic()
         self._deaths: deque[float] = deque(maxlen=DEATHS_MAX)
         self._unheard = 0
@@ -128,6 +131,11 @@ class SnapshotProcess:
     def is_sure(self) -> bool:
         """Is it up, with no answer outstanding?"""
         return self.is_up and self._deadline_s is None
+
+    @property
+    def is_calm(self) -> bool:
+        """Is it up, with no answer outstanding, and does its loop turn?"""
+        return self.is_sure and self._still_s < self._options.silence_s
 
     def fds(self) -> list[int]:
         """What to wait for: its death, and its messages."""
@@ -168,18 +176,19 @@ class SnapshotProcess:
         gap_s, self._polled_s = now_s - self._polled_s, now_s
         if gap_s > PAUSE_S:
             self._deadline_s = self._deadline_s and self._deadline_s + gap_s
-            self._ping_deadline_s = self._ping_deadline_s and self._ping_deadline_s + gap_s
+        self._still_s += min(gap_s, LOOK_S)
+        if self._pulse >= 0:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._pulse)
+                self._still_s = 0.0
 
     def _mind_silence(self) -> None:
-        """Asks now and then whether it is there; kills one that has not answered in time."""
-        now_s = time.monotonic()
-        deadlines = [one for one in (self._deadline_s, self._ping_deadline_s) if one is not None]
-        if deadlines and now_s > min(deadlines):
+        """Kills one that has not answered in time, or stands still."""
+        late = self._deadline_s is not None and time.monotonic() > self._deadline_s
+        still = self.is_up and self._still_s > 2 * self._options.silence_s
+        if late or still:
             self._say(f"the SMP (pid {self.pid}) does not answer and is killed")
             self.kill()
-        elif self.is_up and self._ping_deadline_s is None and now_s - self._pinged_s > PING_S:
-            self._pinged_s, self._ping_deadline_s = now_s, now_s + 2 * self._options.silence_s
-            self.send(protocol.Inspect())
 
     def send(self, message: protocol.ClientMessage) -> None:
         """Tells it, if it is up; what it must know is repeated when it is `Up` again."""
@@ -198,7 +207,7 @@ class SnapshotProcess:
 
     def kill(self) -> None:
         """SIGKILL; `poll` then sees it dead."""
-        self._deadline_s = self._ping_deadline_s = None
+        self._deadline_s, self._still_s = None, 0.0
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -214,6 +223,9 @@ class SnapshotProcess:
             _is_readable(self._pidfd, STOP_S)
         self._bury()
         self._let_memory_go()
+        if self._pulse >= 0:
+            os.close(self._pulse)
+        self._pulse = -1
 
     # -------------------------------------------------------------------- starting
 
@@ -269,7 +281,6 @@ class SnapshotProcess:
         if self._pidfd >= 0:
             os.close(self._pidfd)
         self._channel, self._child, self._pidfd, self.welcome = None, None, -1, None
-        self._ping_deadline_s = None
 
     def _let_memory_go(self) -> None:
         fds, self._fds = self._fds, ()
@@ -288,9 +299,11 @@ class SnapshotProcess:
 
     def _hello(self, channel: LocalChannel) -> None:
         self._channel = channel
+        if self._pulse < 0:
+            self._pulse = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         with contextlib.suppress(WireError):
             hello = protocol.Hello(role="agent", pid=os.getpid())
-            channel.send(protocol.encode(hello), timeout_s=SEND_S)
+            channel.send(protocol.encode(hello), (self._pulse,), timeout_s=SEND_S)
 
     def _listen(self, channel: LocalChannel) -> list[Happening]:
         happened: list[Happening] = []
@@ -301,13 +314,13 @@ class SnapshotProcess:
                     self._let_memory_go()
                     self._fds, self.welcome = fds, message
                     self._unheard = 0
-                    self._deadline_s = self._ping_deadline_s = None
+                    self._deadline_s, self._still_s = None, 0.0
                     happened.append(Up(message, self._how))
                     continue
                 for fd in fds:
                     os.close(fd)
                 if isinstance(message, protocol.Inspection):
-                    self._deadline_s = self._ping_deadline_s = None
+                    self._deadline_s = None
                 else:
                     happened.append(message)
         except (WireError, msgspec.MsgspecError) as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import secrets
 import select
 import signal
@@ -28,7 +29,7 @@ from jaxft.host.local import LocalChannel, LocalListener, make_private
 from jaxft.launch.hostdir import Lock, remove
 from jaxft.launch.options import RunOptions
 from jaxft.launch.persisting import Persisting
-from jaxft.launch.smp_process import SnapshotProcess, Up
+from jaxft.launch.smp_process import LOOK_S, SnapshotProcess, Up
 
 TICK_S = 0.1
 ORPHAN_S = 600.0
@@ -65,6 +66,7 @@ class Solo:
         self._finished = False
         self._told_to_end = False
         self._left_s = time.monotonic()
+        self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
         """Serves scripts until one has finished, none has come for `orphan_s`, or on SIGTERM."""
@@ -83,6 +85,8 @@ class Solo:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._told_to_end = True
+        with contextlib.suppress(OSError):  # It is closed in the end.
+            os.write(self._wake_w, b"!")
 
     def _over(self) -> bool:
         alone_s = time.monotonic() - self._left_s
@@ -92,10 +96,12 @@ class Solo:
     def _wait(self) -> None:
         poller = select.poll()
         channels = [*self._asking, *([self._script] if self._script is not None else [])]
-        for fd in (self._listener.fileno(), *self._smp.fds(), *(c.fileno() for c in channels)):
+        fds = [self._wake_r, self._listener.fileno(), *self._smp.fds(), *self._persisting.fds()]
+        for fd in (*fds, *(channel.fileno() for channel in channels)):
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
-        poller.poll(TICK_S * 1000)
+        calm = self._smp.is_calm and self._script is not None
+        poller.poll(1000 * (LOOK_S if calm else TICK_S))
 
     def _shut_down(self) -> None:
         self._listener.close()
@@ -103,6 +109,9 @@ class Solo:
             channel.close()
         self._persisting.kill()
         self._smp.stop()
+        wake, self._wake_w = self._wake_w, -1
+        os.close(wake)
+        os.close(self._wake_r)
         remove(self.directory, self._lock, keep_logs=not self._finished)
 
     # -------------------------------------------------------------------- the SMP

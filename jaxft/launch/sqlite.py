@@ -6,19 +6,22 @@ Rules
   a training job that floods the disk with a checkpoint expires nobody). After a power failure the
   file is whole and may lack the last commits; the memory they spoke of is gone as well.
 - Who finds the file locked waits `BUSY_S`, then raises: a locked store is an absent store.
-- One number, the store's revision, goes up with each commit and marks what the commit wrote. A
-  renewal adds one to the lease's counter and leaves the revision alone.
+- One number, the store's revision, goes up with each commit and marks what the commit wrote.
+- A renewal counts in a file beside the database, FILE-pulses, eight bytes for each lease: so it
+  changes neither the database nor its log, and nobody who waits for a change is woken. It is
+  written while the write lock is held and the lease's row is there.
 - Readers expire leases (`LeaseObserver`): the row is deleted if its counter still is what was seen,
   so a renewal that comes in between wins, and one that comes after is told.
-- The file belongs to one user (0600), lies on a local file system (locks and shared memory do not
-  work over a network), and is the same file all the time: one that was deleted or replaced while in
-  use would be two stores.
+- Both files belong to one user (0600), lie on a local file system (locks and shared memory do not
+  work over a network), and are the same files all the time: one that was deleted or replaced while
+  in use would be two stores.
 - It can be deleted when no agent runs: generation numbers are found again in the hosts' memory.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import secrets
@@ -28,9 +31,11 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from jaxft.errors import StoreError
 from jaxft.launch.filewatch import FileWatch
+from jaxft.launch.pulses import PulseFile
 from jaxft.launch.store import Entry, LeaseObserver, Pulse
 
 BUSY_S = 0.5
@@ -41,7 +46,7 @@ POLL_S = 0.025
 SOON_S = 0.005
 UNSEEN_S = 1.0
 APPLICATION_ID = 0x6A786674  # "jxft": in the file's header, so that no other database is taken
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 SCHEMA = (
     """CREATE TABLE entries (
         job TEXT NOT NULL,
@@ -49,7 +54,7 @@ SCHEMA = (
         value BLOB NOT NULL,
         revision INTEGER NOT NULL,
         owner TEXT,  -- random for each lease, NULL for ordinary keys
-        counter INTEGER NOT NULL DEFAULT 0,
+        place INTEGER,  -- of a lease's counter, no other lease of the file has it
         ttl_s REAL NOT NULL DEFAULT 0,
         PRIMARY KEY (job, key)
     ) WITHOUT ROWID""",
@@ -100,17 +105,22 @@ class SqliteStore:
         self._job = job
         self._observer = LeaseObserver()
         self._look_s = 0.0  # when the leases have to be looked at again, monotonic
+        self._slack_s = 0.0  # by how much that may be later
+        self._leases: dict[str, _Row] = {}  # as they were last read
         self._seen = _Seen()
         # Held for a read or a write: SQLite's own deadline bounds these.
         self._lock = threading.RLock()
         self._refuse_network(_mount_table() if mounts is None else mounts)
-        self._file_id = self._own_file()
+        self._file_ids = {self.path: _own_file(self.path)}
         with _mapped_errors(self.path):
             self._connection = sqlite3.connect(
                 self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False
             )
         try:
             self._prepare()
+            pulses = self.path.with_name(f"{self.path.name}-pulses")
+            self._file_ids[pulses] = _own_file(pulses)
+            self._pulses = PulseFile(pulses)
         except BaseException:
             self._connection.close()
             raise
@@ -119,16 +129,14 @@ class SqliteStore:
         with self._lock:
             now_s = time.monotonic()
             with self._transaction("DEFERRED"):
-                entries, pulses, revision = self._snapshot()
-            dead = self._observer.observe(now_s, pulses)
+                entries, revision = self._snapshot()
+            pulses = self._read_pulses()
+            dead = self._observe(now_s, pulses)
             if dead:
                 with self._transaction("IMMEDIATE"):
                     self._expire({key: pulses[key] for key in dead})
-                    entries, pulses, revision = self._snapshot()
+                    entries, revision = self._snapshot()
             self._seen.revision = revision
-            # Soon enough that the next look is not the observer's "late tick".
-            shortest_s = min((pulse.ttl_s for pulse in pulses.values()), default=float("inf"))
-            self._look_s = now_s + shortest_s / 4
         return {key: entry for key, entry in entries.items() if key.startswith(prefix)}
 
     def commit(
@@ -157,13 +165,15 @@ class SqliteStore:
         while True:
             watch.clear()
             now_s, known = time.monotonic(), self._seen.writes
-            if now_s >= self._look_s or self._moved():
+            if self._moved() or self._has_dead(now_s):
                 return True
             if now_s >= deadline_s:
                 return False
             if self._seen.writes != known:
                 self._seen.heard_s = float("-inf")
-            until_s = min(deadline_s, max(now_s, self._look_s))
+            until_s = max(now_s, self._look_s)
+            if until_s > deadline_s - self._slack_s:
+                until_s = deadline_s
             if now_s - self._seen.heard_s < UNSEEN_S:
                 until_s = min(until_s, now_s + SOON_S)
             if watch.wait(until_s - now_s):
@@ -174,15 +184,17 @@ class SqliteStore:
         owner = secrets.token_hex(8)
         with self._transaction("IMMEDIATE") as connection:
             self._write({key: value}, [])
+            place = self._free_place()
             connection.execute(
-                "UPDATE entries SET owner = ?, ttl_s = ? WHERE job = ? AND key = ?",
-                (owner, ttl_s, self._job, key),
+                "UPDATE entries SET owner = ?, place = ?, ttl_s = ? WHERE job = ? AND key = ?",
+                (owner, place, ttl_s, self._job, key),
             )
-        return SqliteLease(self, key, owner)
+        return SqliteLease(self, key, owner, place)
 
     def close(self) -> None:
         with self._lock:
             self._connection.close()
+            self._pulses.close()
 
     # Opening
 
@@ -194,29 +206,6 @@ class SqliteStore:
                 "cannot be trusted: for hosts of one machine name a file on a local disk, for "
                 "several machines use --store etcd://host:2379"
             )
-
-    def _own_file(self) -> tuple[int, int]:
-        """Makes the file if need be; returns its device and inode numbers."""
-        try:
-            # Opened only when it is new: closing a second descriptor of a file drops the locks
-            # that SQLite holds on it in this process.
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            found = os.stat(self.path)
-        except OSError as error:
-            raise StoreError(
-                f"store {self.path} cannot be made: {error.strerror}; its directory has to be "
-                "there and writable"
-            ) from error
-        if not stat.S_ISREG(found.st_mode):
-            raise StoreError(f"store {self.path} is not a regular file: name another path")
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise StoreError(
-                f"store {self.path} has owner {found.st_uid} and mode "
-                f"{stat.S_IMODE(found.st_mode):04o}, expected owner {os.geteuid()} and mode 0600: "
-                "others could command this job's agents; chmod 600 it, or name another path"
-            )
-        return found.st_dev, found.st_ino
 
     def _prepare(self) -> None:
         """Sets the file up, or finds it set up. Several processes may do so at once."""
@@ -288,28 +277,31 @@ class SqliteStore:
                 raise
 
     def _check_same_file(self) -> None:
-        try:
-            found = os.stat(self.path)
-        except OSError:
-            found = None
-        if found is None or (found.st_dev, found.st_ino) != self._file_id:
-            raise StoreError(
-                f"store {self.path} was deleted or replaced while in use, so agents may see "
-                "different stores: run the job again"
-            )
+        for path, known in self._file_ids.items():
+            try:
+                found = os.stat(path)
+            except OSError:
+                found = None
+            if found is None or (found.st_dev, found.st_ino) != known:
+                raise StoreError(
+                    f"store {path} was deleted or replaced while in use, so agents may see "
+                    "different stores: run the job again"
+                )
 
-    def _snapshot(self) -> tuple[dict[str, Entry], dict[str, Pulse], int]:
-        """All entries of the job, the pulses of those that are leases, the store's revision."""
+    def _snapshot(self) -> tuple[dict[str, Entry], int]:
+        """All entries of the job, those that are leases noted as well; the store's revision."""
         entries: dict[str, Entry] = {}
-        pulses: dict[str, Pulse] = {}
-        for key, value, revision, owner, counter, ttl_s in self._connection.execute(
-            "SELECT key, value, revision, owner, counter, ttl_s FROM entries WHERE job = ?",
+        leases: dict[str, _Row] = {}
+        for key, value, revision, owner, place, ttl_s in self._connection.execute(
+            "SELECT key, value, revision, owner, place, ttl_s FROM entries WHERE job = ?",
             (self._job,),
         ):
             entries[key] = Entry(value, revision, owner is not None)
             if owner is not None:
-                pulses[key] = Pulse(owner, counter, ttl_s)
-        return entries, pulses, self._revision()
+                leases[key] = _Row(owner, place, ttl_s)
+        revision = self._revision()
+        self._leases = leases
+        return entries, revision
 
     def _revision(self) -> int:
         (revision,) = self._connection.execute("SELECT revision FROM store").fetchone()
@@ -330,12 +322,21 @@ class SqliteStore:
             "DELETE FROM entries WHERE job = ? AND key = ?", [(self._job, key) for key in delete]
         )
 
+    def _free_place(self) -> int:
+        """Where a new lease counts: a place that no living one of any job has."""
+        rows = self._connection.execute("SELECT place FROM entries WHERE owner IS NOT NULL")
+        taken = {place for (place,) in rows}
+        return next(place for place in itertools.count() if place not in taken)
+
     def _expire(self, dead: Mapping[str, Pulse]) -> None:
+        now = self._read_pulses()
         deleted = 0
         for key, pulse in dead.items():
+            if now.get(key) != pulse:
+                continue
             deleted += self._connection.execute(
-                "DELETE FROM entries WHERE job = ? AND key = ? AND owner = ? AND counter = ?",
-                (self._job, key, pulse.owner, pulse.counter),
+                "DELETE FROM entries WHERE job = ? AND key = ? AND owner = ?",
+                (self._job, key, pulse.owner),
             ).rowcount
         if deleted:
             self._next_revision()
@@ -353,17 +354,39 @@ class SqliteStore:
             self._seen.writes = writes
             return False
 
+    # Leases, as a reader sees them; the lock is held
+
+    def _read_pulses(self) -> dict[str, Pulse]:
+        """Of the leases that there were at the last read."""
+        leases = self._leases
+        counts = self._pulses.read(max((row.place for row in leases.values()), default=-1) + 1)
+        return {key: Pulse(row.owner, counts[row.place], row.ttl_s) for key, row in leases.items()}
+
+    def _observe(self, now_s: float, pulses: Mapping[str, Pulse]) -> frozenset[str]:
+        dead = self._observer.observe(now_s, pulses)
+        self._look_s = self._observer.look_s
+        self._slack_s = min((pulse.ttl_s for pulse in pulses.values()), default=0.0) / 12
+        return dead
+
+    def _has_dead(self, now_s: float) -> bool:
+        """Whether a lease is dead, if it is about time to look: then the next read deletes it. Who
+        is awake looks a little sooner, or later, than need be, so that looks wake nobody."""
+        with self._lock:
+            due = now_s >= self._look_s - 2 * self._slack_s
+            return due and bool(self._observe(now_s, self._read_pulses()))
+
     # What a lease does with its row, if the row still is its own
 
-    def _tick(self, key: str, owner: str) -> bool:
+    def _tick(self, key: str, owner: str, place: int, count: int) -> bool:
         with self._transaction("IMMEDIATE") as connection:
-            return _touched(
-                connection.execute(
-                    "UPDATE entries SET counter = counter + 1 "
-                    "WHERE job = ? AND key = ? AND owner = ?",
-                    (self._job, key, owner),
-                )
-            )
+            # Nothing is written to the database: the lock keeps whoever would delete the row away.
+            row = connection.execute(
+                "SELECT place FROM entries WHERE job = ? AND key = ? AND owner = ?",
+                (self._job, key, owner),
+            ).fetchone()
+            if row is not None:
+                self._pulses.write(place, count)
+            return row is not None
 
     def _rewrite(self, key: str, owner: str, value: bytes) -> bool:
         with self._transaction("IMMEDIATE") as connection:
@@ -387,19 +410,30 @@ class SqliteStore:
 class SqliteLease:
     """A `Lease`: a row whose counter its owner keeps counting."""
 
-    def __init__(self, store: SqliteStore, key: str, owner: str) -> None:
+    def __init__(self, store: SqliteStore, key: str, owner: str, place: int) -> None:
         self.key = key
         self._owner = owner
+        self._place = place
+        self._count = 0
         self._store = store
 
     def renew(self) -> bool:
-        return self._store._tick(self.key, self._owner)
+        self._count += 1
+        return self._store._tick(self.key, self._owner, self._place, self._count)
 
     def update(self, value: bytes) -> bool:
         return self._store._rewrite(self.key, self._owner, value)
 
     def release(self) -> None:
         self._store._drop(self.key, self._owner)
+
+
+class _Row(NamedTuple):
+    """A lease's."""
+
+    owner: str
+    place: int
+    ttl_s: float
 
 
 class _Seen(threading.local):
@@ -435,9 +469,33 @@ def _mapped_errors(path: Path) -> Iterator[None]:
         if code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
             raise StoreError(
                 f"store {path} is damaged or not a SQLite database ({error}): stop the agents and "
-                "delete it with its -wal and -shm files, or name another path"
+                "delete it with its -wal, -shm and -pulses files, or name another path"
             ) from error
         raise StoreError(f"store {path}: {error}") from error
+
+
+def _own_file(path: Path) -> tuple[int, int]:
+    """Makes the file if need be; returns its device and inode numbers."""
+    try:
+        # Opened only when it is new: closing a second descriptor of a file drops the locks
+        # that SQLite holds on it in this process.
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        found = os.stat(path)
+    except OSError as error:
+        raise StoreError(
+            f"store {path} cannot be made: {error.strerror}; its directory has to be "
+            "there and writable"
+        ) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise StoreError(f"store {path} is not a regular file: name another path")
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise StoreError(
+            f"store {path} has owner {found.st_uid} and mode "
+            f"{stat.S_IMODE(found.st_mode):04o}, expected owner {os.geteuid()} and mode 0600: "
+            "others could command this job's agents; chmod 600 it, or name another path"
+        )
+    return found.st_dev, found.st_ino
 
 
 def _touched(cursor: sqlite3.Cursor) -> bool:

@@ -132,6 +132,16 @@ class LeaseObserver:
         self._heard: dict[str, tuple[Pulse, float]] = {}
         self._last_look_s = -math.inf
 
+    @property
+    def look_s(self) -> float:
+        """When to look again: when the first of them could be dead, if none of them moves, and soon
+        enough not to be late."""
+        soonest_s = math.inf
+        for pulse, since_s in self._heard.values():
+            due_s = math.nextafter(since_s + pulse.ttl_s, math.inf)
+            soonest_s = min(soonest_s, due_s, self._last_look_s + pulse.ttl_s / 3)
+        return soonest_s
+
     def observe(self, now_s: float, pulses: Mapping[str, Pulse]) -> frozenset[str]:
         """Takes note of all pulses there are now and returns the keys of the dead.
 

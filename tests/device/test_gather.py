@@ -30,6 +30,11 @@ def mesh_of(*axis_types: AxisType) -> Mesh:
     return Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"), axis_types=types)
 
 
+def gatherer_of(staging: Staging = "view") -> Gatherer:
+    """One that takes every batch, however small."""
+    return Gatherer("pinned_host" if staging == "pinned_host" else None)
+
+
 def part_of(plan: Plan, tree: Any, gatherer: Gatherer | None, staging: Staging = "view") -> bytes:
     part = np.full(plan.length, 0x5A, np.uint8)
     checksums = stage(plan, tree, staging, gatherer).copy_into(part)
@@ -38,7 +43,7 @@ def part_of(plan: Plan, tree: Any, gatherer: Gatherer | None, staging: Staging =
 
 def assert_gathered_is_the_same(tree: Any, staging: Staging = "view") -> None:
     plan = make_plan(tree)
-    gatherer = gatherer_for(staging)
+    gatherer = gatherer_of(staging)
     gatherer.prepare(plan)
     assert plan.batches
     assert all(
@@ -60,7 +65,7 @@ def test_every_dtype_keeps_its_bits_case_9() -> None:
     }
     assert_gathered_is_the_same(tree)
     plan = make_plan(tree)
-    gatherer = gatherer_for("view")
+    gatherer = gatherer_of()
     gatherer.prepare(plan)
     part = np.frombuffer(part_of(plan, tree, gatherer), np.uint8)
     leaves = jax.tree.leaves(tree)
@@ -99,7 +104,7 @@ def test_200_donating_steps_never_reach_a_batch_case_1(staging: Staging) -> None
     step = jax.jit(lambda leaves: [leaf + 1 for leaf in leaves], donate_argnums=0)
     leaves = step(state())
     plan = make_plan(leaves)
-    gatherer = gatherer_for(staging)
+    gatherer = gatherer_of(staging)
     gatherer.prepare(plan)
     before = [leaf.addressable_data(0).unsafe_buffer_pointer() for leaf in leaves]
     staged = []
@@ -116,7 +121,7 @@ def test_200_donating_steps_never_reach_a_batch_case_1(staging: Staging) -> None
 
 def test_programs_are_few_and_kept_for_other_trees_of_such_leaves() -> None:
     many = {f"x{n}": jnp.full(3, n) for n in range(BATCH_SIZES[0] * 2 + FEW + 1)}
-    cache, gatherer = PlanCache(), gatherer_for("view")
+    cache, gatherer = PlanCache(), gatherer_of()
     plan = cache.get(many)
     counts = [batch.kind.count for batch in plan.batches]
     assert counts == [BATCH_SIZES[0], BATCH_SIZES[0], FEW]
@@ -128,10 +133,34 @@ def test_programs_are_few_and_kept_for_other_trees_of_such_leaves() -> None:
     assert [batch.kind for batch in renamed.batches] == [batch.kind for batch in plan.batches]
 
 
+def test_a_view_of_a_few_shards_is_there_sooner_than_a_program() -> None:
+    mesh = mesh_of()
+    tree = {
+        "few": [jnp.full(3, n) for n in range(FEW)],
+        "spread": [
+            jax.device_put(np.full((8, 2), n), NamedSharding(mesh, P(("a", "b"))))
+            for n in range(FEW)
+        ],
+    }
+    plan = make_plan(tree)
+    batches = {batch.kind.shape: batch for batch in plan.batches}
+    for staging, shapes in (("view", {(8, 2)}), ("device", {(3,), (8, 2)})):
+        gatherer = gatherer_for(staging)
+        gatherer.prepare(plan)
+        leaves = jax.tree.leaves(tree)
+        found = {
+            shape
+            for shape, batch in batches.items()
+            if gatherer.gather(batch.kind, [leaves[n] for n in batch.leaves]) is not None
+        }
+        assert found == shapes
+        assert part_of(plan, tree, gatherer, staging) == part_of(plan, tree, None, staging)
+
+
 def test_preparing_stops_when_there_is_something_else_to_do() -> None:
     tree = [[jnp.full(n, 1.0) for _ in range(FEW)] for n in (1, 2, 3)]
     plan = make_plan(tree)
-    gatherer = gatherer_for("view")
+    gatherer = gatherer_of()
     answers = iter([True, False])
     gatherer.prepare(plan, lambda: next(answers))
     ready = [
@@ -145,7 +174,7 @@ def test_preparing_stops_when_there_is_something_else_to_do() -> None:
 def test_a_batch_with_a_deleted_leaf_names_it_case_4() -> None:
     tree = {f"x{n:02d}": jnp.full(3, n) for n in range(FEW)}
     plan = make_plan(tree)
-    gatherer = gatherer_for("view")
+    gatherer = gatherer_of()
     gatherer.prepare(plan)
     tree["x07"].delete()
     with pytest.raises(StagingError, match=r"leaf \['x07'\] \(int32\[3\]\).*deleted"):
@@ -167,7 +196,7 @@ def test_each_process_gathers_its_own(count: int) -> None:
     for index in range(count):
         tree = as_seen_by(whole, index, count)
         plan = make_plan(tree, processes(index, count))
-        gatherer = gatherer_for("view")
+        gatherer = gatherer_of()
         gatherer.prepare(plan)
         assert sorted(len(batch.leaves) for batch in plan.batches) == [FEW, FEW]
         part = np.empty(plan.length, np.uint8)
@@ -183,7 +212,7 @@ def test_each_process_gathers_its_own(count: int) -> None:
 def test_a_program_that_does_not_fit_is_done_without(caplog: pytest.LogCaptureFixture) -> None:
     tree = [jnp.full(3, n) for n in range(FEW)]
     plan = make_plan(tree)
-    gatherer = gatherer_for("view")
+    gatherer = gatherer_of()
     gatherer.prepare(plan)
 
     def misfit(*values: jax.Array) -> jax.Array:

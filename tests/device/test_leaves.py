@@ -144,6 +144,23 @@ def test_odd_keys_are_kept_apart_case_12() -> None:
     assert_same(take(whole).restore(whole), whole)
 
 
+def test_paths_of_leaves_at_every_depth() -> None:
+    tree = {"a": [1, (2,), 3], "b": 4, "c": {"a": [5], "b": {"a": [6, 7]}}, "ä": {"ö": 8}}
+    paths = [show(path) for path, _ in flatten(tree)[0]]
+    assert paths == [
+        "['a'][0]",
+        "['a'][1][0]",
+        "['a'][2]",
+        "['b']",
+        "['c']['a'][0]",
+        "['c']['b']['a'][0]",
+        "['c']['b']['a'][1]",
+        "['ä']['ö']",
+    ]
+    assert [leaf for _, leaf in flatten(tree)[0]] == list(range(1, 9))
+    assert flatten(5)[0] == [((), 5)]
+
+
 def test_keys_without_a_reversible_form_are_refused() -> None:
     class Odd:
         def __lt__(self, other: object) -> bool:

@@ -239,6 +239,28 @@ def test_a_changed_tree_or_sharding_is_planned_anew_case_7() -> None:
         assert_same(take(tree).restore(tree), tree)
 
 
+def test_the_cache_knows_what_a_step_makes_and_tells_the_slightest_change() -> None:
+    mesh = mesh_of(8)
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree))
+    first = step({"w": jax.device_put(jnp.arange(8.0), NamedSharding(mesh, P())), "n": 1.0})
+    first["rng"] = np.zeros(2)
+    cache = PlanCache()
+    plan = cache.get(first)
+    changes = [
+        {"w": jax.device_put(first["w"], NamedSharding(mesh, P("a")))},
+        {"w": first["w"].astype(jnp.int32)},
+        {"n": jnp.float32(1)},  # not weakly typed any more
+        {"rng": np.zeros(3)},
+        {"rng": np.zeros(2, np.float32)},
+        {"rng": 0.0},
+    ]
+    for change in changes:
+        other = cache.get({**first, **change})
+        assert other is not plan
+        assert cache.get({**first, **change}) is other
+        assert cache.get({**first, **step({"w": first["w"], "n": 1.0})}) is plan
+
+
 def test_the_cache_tells_kinds_of_leaves_apart_and_stays_small() -> None:
     cache = PlanCache(size=4)
     leaves = [1, 1.0, "a", np.int32(1), np.zeros(2), jnp.zeros(2), jnp.asarray(1), jnp.int32(1)]

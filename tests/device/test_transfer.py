@@ -116,12 +116,16 @@ def test_a_failing_leaf_is_named_and_the_next_snapshot_works_case_4(
 
 
 @pytest.mark.parametrize("staging", STAGINGS)
-def test_a_leaf_that_was_donated_already_is_named_case_4(mesh: Mesh, staging: Staging) -> None:
+@pytest.mark.parametrize("name", ["rows", "copies", "partly", "step", "key"])
+def test_a_leaf_that_was_donated_already_is_named_case_4(
+    mesh: Mesh, staging: Staging, name: str
+) -> None:
     state = state_on(mesh)
-    plan = make_plan(state)
-    state["partly"].delete()
-    with pytest.raises(StagingError, match=r"leaf \['partly'\].*deleted"):
-        stage(plan, state, staging)
+    cache = PlanCache()
+    cache.get(state)
+    state[name].delete()
+    with pytest.raises(StagingError, match=rf"leaf \['{name}'\].*deleted"):
+        stage(cache.get(state), state, staging)
 
 
 @pytest.mark.parametrize("staging", STAGINGS)

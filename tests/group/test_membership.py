@@ -676,3 +676,17 @@ def test_the_end_is_the_end_for_all() -> None:
 def test_a_record_of_another_version_is_an_error_that_names_it() -> None:
     with pytest.raises(LaunchError, match='"host/x" is not one of this version'):
         read_view({"host/x": Entry(b"\xc1", 1)})
+
+
+def test_an_observer_knows_when_the_time_alone_decides_nothing() -> None:
+    """Then its agent may sleep until something happens."""
+    observer, board = m.Observer(RULES), Board(*NAMES[:3])
+    assert isinstance(observer.decide(board.view(), me("host0"), 0.0, "n"), m.Wait)
+    assert observer.counts  # how long there have been too few
+    board.join(NAMES[3])
+    board.form()
+    assert isinstance(observer.decide(board.view(), inside(1, "host0"), 1.0, "n"), m.Wait)
+    assert not observer.counts
+    board.put(f"{DONE}1/host0", (0,))
+    assert isinstance(observer.decide(board.view(), inside(1, "host0"), 2.0, "n"), m.Wait)
+    assert observer.counts  # how long the others may run on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import threading
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxft.launch import sqlite
-from jaxft.launch.filewatch import FileWatch
+from jaxft.launch.filewatch import FileWatch, Writes
 from jaxft.launch.sqlite import SqliteStore
 
 LONG_S = 20.0
@@ -46,6 +47,27 @@ def test_a_file_that_is_missing_or_replaced_is_looked_at_now_and_then(tmp_path: 
         assert waited_s(watch, 0.05) >= 0.04
         path.write_bytes(b"more")
         assert waited_s(watch, LONG_S) < LONG_S / 2
+
+
+def test_writes_to_any_of_several_files_are_heard_of(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in "ab"]
+    for path in paths:
+        path.touch()
+    writes = Writes(paths)
+    poller = select.poll()
+    poller.register(writes.fileno(), select.POLLIN)
+    for path in paths:
+        assert not poller.poll(0)
+        with path.open("ab") as file:
+            file.write(b"line")
+        assert poller.poll(LONG_S * 1000)
+        writes.clear()
+    writes.close()
+    writes.close()
+
+
+def test_writes_to_what_is_not_there_are_looked_for(tmp_path: Path) -> None:
+    assert Writes([tmp_path / "missing"]).fileno() == -1
 
 
 def test_a_write_that_is_heard_of_before_it_is_to_be_seen_is_looked_for_again(

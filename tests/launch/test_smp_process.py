@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from jaxft.launch.options import RunOptions
 from jaxft.launch.smp_process import Died, Happening, SnapshotProcess, Up
 
 WAIT_S = 20.0
+SILENCE_S = 0.8
 
 
 class Clock:
@@ -38,17 +40,9 @@ class Watched:
     """The agent's loop, as far as it looks after its SMP."""
 
     def __init__(self, directory: Path) -> None:
-        options = RunOptions(job="j", host="a", command=("true",), store="", silence_s=0.5)
+        options = RunOptions(job="j", host="a", command=("true",), store="", silence_s=SILENCE_S)
         self.said: list[str] = []
         self.smp = SnapshotProcess(options, directory, directory / "smp.log", self.said.append)
-        self.asked = 0
-        send = self.smp.send
-
-        def counting(message: protocol.ClientMessage) -> None:
-            self.asked += isinstance(message, protocol.Inspect)
-            send(message)
-
-        self.smp.send = counting  # type: ignore[method-assign]
         self.smp.begin()
         self.up = self.until(lambda one: isinstance(one, Up))
         assert isinstance(self.up, Up)
@@ -62,13 +56,18 @@ class Watched:
             time.sleep(0.01)
         raise AssertionError(self.said)
 
-    def poll_until_asked(self) -> None:
-        """One question more, and no answer to it yet."""
-        before, deadline_s = self.asked, time.monotonic() + WAIT_S
-        while self.asked == before:
+    def poll_until(self, condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + WAIT_S
+        while not condition():
             assert time.monotonic() < deadline_s
             assert not self.smp.poll()
             time.sleep(0.01)
+
+    def stands_still(self) -> bool:
+        return self.smp._still_s > 0.2
+
+    def turns(self) -> bool:
+        return self.smp._still_s == 0.0
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.smp.pid, number)
@@ -93,18 +92,34 @@ def test_one_that_hangs_is_killed_and_started_on_its_memory(watched: Watched) ->
     assert watched.said == [f"the SMP (pid {hanging}) does not answer and is killed"]
 
 
-def test_one_that_answers_is_asked_again_and_again_and_left_alone(watched: Watched) -> None:
+def test_one_that_has_nothing_to_do_is_left_alone(watched: Watched) -> None:
+    """It is calm all the time: its agent need not look often, and does not ask."""
+    pid, began_s = watched.smp.pid, time.monotonic()
+    sent: list[protocol.ClientMessage] = []
+    watched.smp.send = sent.append  # type: ignore[method-assign]
+    watched.poll_until(lambda: time.monotonic() - began_s > 4 * SILENCE_S)
+    assert watched.smp.is_calm
+    assert (watched.smp.pid, watched.said, sent) == (pid, [], [])
+
+
+def test_one_that_is_looked_at_seldom_is_left_alone(watched: Watched, clock: Clock) -> None:
+    """The looks are further from each other than the time that it may stand still."""
     pid = watched.smp.pid
-    for _ in range(3):
-        watched.poll_until_asked()
+    for _ in range(5):
+        watched.poll_until(watched.turns)
+        turned = select.poll()
+        turned.register(watched.smp._pulse, select.POLLIN)
+        assert turned.poll(WAIT_S * 1000)
+        clock.ahead_s += 4 * SILENCE_S
+    assert not watched.smp.poll()
     assert (watched.smp.pid, watched.said) == (pid, [])
 
 
 def test_an_agent_that_stood_still_itself_kills_nobody(watched: Watched, clock: Clock) -> None:
     watched.signal(signal.SIGSTOP)
-    watched.poll_until_asked()
+    watched.poll_until(watched.stands_still)
     clock.ahead_s = 100.0
     assert not watched.smp.poll()
     watched.signal(signal.SIGCONT)
-    watched.poll_until_asked()
+    watched.poll_until(watched.turns)
     assert watched.said == []

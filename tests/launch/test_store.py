@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import multiprocessing
 import os
 import shutil
@@ -448,6 +449,20 @@ def test_observer_a_late_tick_of_its_own_restarts_the_count(gap_s: float, dead: 
     assert observer.observe(12 + gap_s, {"a": pulse(1)}) == dead
     assert observer.observe(16 + gap_s, {"a": pulse(1)}) == dead
     assert observer.observe(20 + gap_s, {"a": pulse(1)}) == {"a"}
+
+
+def test_observer_who_looks_when_told_to_is_never_late_and_finds_the_dead_in_time() -> None:
+    observer = LeaseObserver()
+    assert observer.look_s == math.inf
+    now_s, looks, dead = 100.0, 0, frozenset()
+    while not dead:
+        leases = {"dead": pulse(7), "living": pulse(looks), "long": pulse(0, ttl_s=50.0)}
+        dead = observer.observe(now_s, leases)
+        found_s, now_s = now_s, observer.look_s
+        looks += 1
+    assert dead == {"dead"}
+    assert found_s == pytest.approx(110.0)
+    assert looks <= 5
 
 
 def test_observer_another_owner_of_the_key_is_another_lease() -> None:

@@ -126,6 +126,42 @@ def test_a_renewal_between_the_verdict_and_the_deletion_wins(path: Path) -> None
     store.close()
 
 
+def test_a_renewal_writes_neither_the_database_nor_its_log(store: Store, path: Path) -> None:
+    """So nobody who waits for a change is woken by it."""
+    leases = [store.lease(f"hosts/{name}", b"", 60.0) for name in "ab"]
+    files = [path, path.with_name(f"{path.name}-wal")]
+    before = [(file.stat().st_mtime_ns, file.read_bytes()) for file in files]
+    for lease in leases * 3:
+        assert lease.renew()
+    assert [(file.stat().st_mtime_ns, file.read_bytes()) for file in files] == before
+
+
+def test_leases_count_at_places_of_their_own(path: Path) -> None:
+    """Also those of several jobs in one file; a place is given again once its lease is gone."""
+    one, other = (SqliteStore(path, job=job) for job in ("one", "other"))
+    first = one.lease("a", b"", 60.0)
+    second = other.lease("a", b"", 60.0)
+    one.read(), other.read()
+    before = (one._read_pulses(), other._read_pulses())
+    assert first.renew()
+    assert one._read_pulses() != before[0]
+    assert other._read_pulses() == before[1]
+    first.release()
+    third = one.lease("b", b"", 60.0)
+    assert not first.renew()
+    assert (first._place, second._place, third._place) == (0, 1, 0)
+    one.close()
+    other.close()
+
+
+def test_a_store_whose_counters_are_deleted_or_replaced_is_lost(store: Store, path: Path) -> None:
+    lease = store.lease("a", b"", 60.0)
+    path.with_name(f"{path.name}-pulses").unlink()
+    for act in (store.read, lease.renew):
+        with pytest.raises(StoreError, match=r"store\.db-pulses was deleted or replaced"):
+            act()
+
+
 def test_a_lease_that_one_reader_expires_wakes_the_others(path: Path, store: Store) -> None:
     store.lease("hosts/a", b"", 60.0)
     store.read()
@@ -200,7 +236,7 @@ def test_refuses_another_applications_database(path: Path, plain: sqlite3.Connec
 
 def test_refuses_another_schema(store: Store, path: Path, plain: sqlite3.Connection) -> None:
     plain.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreError, match=r"schema version 99.*expects 1"):
+    with pytest.raises(StoreError, match=r"schema version 99.*expects 2"):
         open_store(str(path), job="job")
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 PULL_S = 1.2
 LOCAL_S = 0.001
+PAUSED_S = 0.25
 
 
 class Smp:
@@ -48,7 +49,8 @@ class Smp:
         self.rebuilt: dict[tuple[SnapshotId, int], tuple[Manifest, list[int]]] = {}
         self.freezing: int | None = None
         self.cause: int = 0
-        self.sim.at(self.sim.soon(0.05, 0.25), self._tick)
+        self.tick_s = float("inf")
+        self._mind_tick(self.sim.now + self.sim.soon(0.05, 0.25))
 
     def die(self) -> None:
         self.alive = False
@@ -57,10 +59,19 @@ class Smp:
 
     # ------------------------------------------------------------------ what happens
 
-    def _tick(self) -> None:
-        if self.alive:
-            self.deliver(e.Ticked())
-            self.sim.at(0.25, self._tick)
+    def _mind_tick(self, due_s: float) -> None:
+        """Lets time pass when it is due; a moment later, as a loop of its own would."""
+        if self.alive and due_s < self.tick_s:
+            self.tick_s = max(due_s, self.sim.now) + LOCAL_S
+            self.sim.at(self.tick_s - self.sim.now, self._tick, self.tick_s)
+
+    def _tick(self, at_s: float) -> None:
+        if self.alive and at_s == self.tick_s:
+            self.tick_s = float("inf")
+            if self.core.due_s(self.sim.now) <= self.sim.now:
+                self.deliver(e.Ticked())
+            pause_s = PAUSED_S if self.machine.paused else 0.0
+            self._mind_tick(max(self.core.due_s(self.sim.now), self.sim.now + pause_s))
 
     def enter(self, generation: Generation) -> None:
         self.deliver(e.EnterWanted(generation))
@@ -113,6 +124,7 @@ class Smp:
                 self.machine.kill_smp()
                 return
             self.perform(effect)
+        self._mind_tick(self.core.due_s(self.sim.now))
 
     def _dies_before(self, effect: e.Effect) -> bool:
         if self.crash_after is not None:
