@@ -22,6 +22,8 @@ class Receipt:
         skipped: why the call was not due, the same on every rank; None if it was.
         wait_s: how long the call waited for the snapshot before it to be decided, or to know which
             call is to be a snapshot out of turn.
+        stall_s: how long the call took, `wait_s` included. A profile (jax.profiler) shows it as
+            "jaxft.save".
         last_failure: why the snapshot before this call could not be protected; None if it could, or
             if that is not known yet.
         staged: done when this host's bytes are in its snapshot process: a crash of the ranks loses
@@ -40,6 +42,7 @@ class Receipt:
         self.code = code
         self.skipped: str | None = None
         self.wait_s = 0.0
+        self.stall_s = 0.0
         self.last_failure = last_failure
         self.staged: Future[None] = Future()
         self.protected: Future[None] = Future()

@@ -48,6 +48,7 @@ def test_every_so_many_steps(lone: Lone) -> None:
         receipts = [snapshotter.save(step, STATE) for step in range(1, 11)]
         begun = [receipt for receipt in receipts if receipt.id is not None]
         assert [receipt.step for receipt in begun] == [1, 4, 7, 10]
+        assert all(0 <= receipt.wait_s <= receipt.stall_s > 0 for receipt in receipts)
         for receipt in begun:
             receipt.protected.result(WAIT_S)
             assert receipt.skipped is None

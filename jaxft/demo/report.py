@@ -9,6 +9,7 @@ and losses may differ by LOSS_TOLERANCE.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -52,7 +53,8 @@ class FailureReport:
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """The verdict, and what it is made of. `differences` says in words what is not as it should be;
-    `bitwise_equal` and `loss_difference_max` (relative) are about the two runs."""
+    `bitwise_equal` and `loss_difference_max` (relative) are about the two runs. `stall_ms` is what
+    calls of `save` that were due took of both runs' training: the median, and the most."""
 
     hosts: int
     code: str
@@ -64,6 +66,7 @@ class Report:
     failures: tuple[FailureReport, ...]
     snapshots: dict[str, int]
     orbax_restores: int
+    stall_ms: dict[str, float]
     seconds: dict[str, float]
 
     @property
@@ -100,6 +103,7 @@ def summarise(options: DemoOptions, reference: RunLog, disturbed: RunLog) -> Rep
         failures=failures,
         snapshots=_snapshots(disturbed.events),
         orbax_restores=sum(failure.source == "orbax" for failure in failures),
+        stall_ms=_stalls([*reference.events, *disturbed.events]),
         seconds={"reference": round(reference.wall_s, 2), "disturbed": round(disturbed.wall_s, 2)},
     )
 
@@ -272,6 +276,16 @@ def _snapshots(events: Sequence[Event]) -> dict[str, int]:
     }
 
 
+def _stalls(events: Sequence[Event]) -> dict[str, float]:
+    stalls_ms = [1e3 * float(event["stall_s"]) for event in _named(events, "stall")]
+    if not stalls_ms:
+        return {}
+    return {
+        "median": round(statistics.median(stalls_ms), 2),
+        "most": round(max(stalls_ms), 2),
+    }
+
+
 def _named(events: Sequence[Event], *names: str) -> list[Event]:
     return [event for event in events if event["event"] in names]
 
@@ -311,6 +325,9 @@ def verdict(report: Report) -> str:
         f"{snapshots['taken']} snapshots taken, {snapshots['protected']} protected, "
         f"{snapshots['skipped']} calls of save not due; {report.orbax_restores} Orbax restores"
     )
+    if report.stall_ms:
+        median_ms, most_ms = report.stall_ms["median"], report.stall_ms["most"]
+        counts += f"\nsave took {median_ms:.1f} ms of training (median), {most_ms:.1f} ms at most"
     if report.passed and report.elastic:
         equal = (
             "Every restored state equals its snapshot bit for bit; losses differ by at most "

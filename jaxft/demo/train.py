@@ -1,8 +1,8 @@
 """What every rank of the demo runs: a training script as a user would write it.
 
 What is only here for the demo: each step's loss and the digest of the state go to the event log, so
-that two runs can be compared bit for bit, and at a step where the demo wants to kill something,
-the rank says so and waits for a word.
+that two runs can be compared bit for bit, as does what `save` cost; and at a step where the demo
+wants to kill something, the rank says so and waits for a word.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             log.step(step, loss)
             receipt = snapshotter.save(step, state, extras={"batches": step})
             if receipt.skipped is None:
+                log.stalled(step, receipt)
                 log.saved(step, state)
             log.hold(step)
         log.final(options.steps, state)
@@ -83,6 +84,9 @@ class DemoLog:
         self._say(f"restored step {restored.step} from {restored.source}")
         if self._options.digests:
             self._digest("restored", restored.step, restored.state, restored.id)
+
+    def stalled(self, step: int, receipt: jaxft.Receipt) -> None:
+        self._emit("stall", step=step, stall_s=receipt.stall_s)
 
     def saved(self, step: int, state: model.State) -> None:
         if self._options.digests:

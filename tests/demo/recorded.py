@@ -54,6 +54,7 @@ class Script:
 
     def snapshot(self, seq: int, step: int) -> None:
         self.rank("saved", seq=seq, step=step)
+        self.rank("stall", step=step, stall_s=0.0301 if step == 1 else 0.002)
         self.say("committed", seq=seq, step=step)
 
     def final(self, step: int, digest: str = "a" * 32) -> None:
