@@ -36,6 +36,10 @@ SETTLING = 30
 SETTLED = 12
 
 STRETCH_STEPS = 24
+
+# Stretches of a long interval are few: each says as much as many of a short one.
+ROUNDS_MIN = 8
+STEPS_MAX = 1500
 SIDE = 384
 PRODUCTS = 40
 
@@ -121,6 +125,7 @@ def _measure(
     with jaxft.Snapshotter(every=every, job=JOB, fresh=True) as snapshotter:
         interval = _settle(training, snapshotter)
         steps = max(interval, STRETCH_STEPS)
+        rounds = min(rounds, max(ROUNDS_MIN, STEPS_MAX // steps))
         before = training.without(steps)
         for number in range(rounds):
             stretch = training.with_snapshots(snapshotter, steps)

@@ -9,7 +9,7 @@ GIB = 1 << 30
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The defaults are what two cores and 24 GiB can hold, in about twelve minutes.
+    """The defaults are what two cores and 24 GiB can hold, in about twenty minutes.
 
     Attributes:
         state_bytes: the state of one host with four devices.
@@ -39,7 +39,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     slow_rounds: int = 3
     memory_saves: int = 200
     train_steps: int = 12
-    idle_s: float = 5.0
+    idle_s: float = 20.0
 
 
 # Small enough for a test of the program itself. What comes out says nothing about speed.

@@ -29,7 +29,7 @@ from jaxft.errors import ConfigError
 from jaxft.group.interval import AFTER_STEPS, PROBE_STEPS
 from jaxft.group.messages import Measured
 
-WINDOW = 15
+WINDOW = 25
 WARMUP = 2
 
 

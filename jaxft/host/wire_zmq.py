@@ -101,7 +101,7 @@ class _Outbox:
     """The socket for one receiver, and the large messages that it still holds."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self.socket = _socket(context, zmq.PUSH)
+        self.socket = _socket(context, zmq.PUSH, address)
         self.socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
         self.socket.connect(address)
         self._large: list[tuple[zmq.MessageTracker, int]] = []
@@ -126,7 +126,7 @@ class _Outbox:
 class ZmqEndpoint(Endpoint):
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], hint: str) -> None:
         self._context = context
-        self._inbox = _socket(context, zmq.PULL)
+        self._inbox = _socket(context, zmq.PULL, hint)
         self._inbox.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
         self._inbox.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
         self._address = _bind(self._inbox, hint)
@@ -201,12 +201,14 @@ class ZmqEndpoint(Endpoint):
         return outbox
 
 
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
     """A socket that notices within seconds that the other machine is gone, and tries again."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+    # A machine that is gone closes nothing. Of a Unix socket the kernel closes the other end.
+    if not address.startswith("ipc:"):
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, 5_000)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
