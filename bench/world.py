@@ -52,7 +52,7 @@ class World:
         self._log = (self.directory / "log").open("wb")
         command = [sys.executable, "-m", "jaxft", "run", "--local-hosts", str(count)]
         command += ["--code", code, "--job", "bench", "--quiet", "--settle-s", "0.5"]
-        command += ["--lease-s", "3", "--", sys.executable, "-m", "bench.rank"]
+        command += ["--", sys.executable, "-m", "bench.rank"]
         command += [str(self.directory / "bench.sock"), str(nbytes)]
         self._process = subprocess.Popen(
             command,
