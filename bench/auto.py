@@ -3,9 +3,11 @@
 One process trains on one core, and the other core is the snapshots'. Stretches with snapshots and
 without take turns, and each is compared with its two neighbours, since a shared machine changes its
 speed all the time. A stretch with snapshots goes from the begin of one to the begin of a later one,
-so that it has whole snapshots and whole intervals; the one begun last may end before a stretch
-without is timed. In such a stretch the script just does not call `save`, so what skipped calls take
-is in the figure too. `Auto` sees steps that were jumped over.
+so that it has whole snapshots and whole intervals. Where an interval is longer than STRETCH_STEPS
+it is cut there: the snapshot has ended by then, and what is left of the interval are skipped calls,
+whose time is known. The snapshot begun last may end before a stretch without is timed. In such a
+stretch the script just does not call `save`, so what skipped calls take is in the figure too.
+`Auto` sees steps that were jumped over.
 """
 
 from __future__ import annotations
@@ -36,19 +38,17 @@ SETTLING = 30
 SETTLED = 12
 
 STRETCH_STEPS = 24
-
-# Stretches of a long interval are few: each says as much as many of a short one.
-ROUNDS_MIN = 8
-STEPS_MAX = 1500
 SIDE = 384
 PRODUCTS = 40
 
 
 class Stretch(NamedTuple):
-    """Consecutive steps of training."""
+    """Consecutive steps of training; then so many that took `more_s` longer than others."""
 
     wall_s: float
     steps: int
+    more_s: float = 0.0
+    more_steps: int = 0
 
 
 class Training:
@@ -70,20 +70,31 @@ class Training:
             self.advance()
         return Stretch(time.perf_counter() - began_s, steps)
 
-    def with_snapshots(self, snapshotter: jaxft.Snapshotter, steps: int) -> Stretch:
-        """From a call that begins a snapshot to a later one that does, at least `steps` steps."""
+    def with_snapshots(self, snapshotter: jaxft.Snapshotter, interval: int) -> Stretch:
+        """From a call that begins a snapshot to a later one that does, or for STRETCH_STEPS and as
+        many skipped calls as are left of the interval."""
         while True:
             first, began_s = self.step, time.perf_counter()
-            if snapshotter.save(self.step, self.state).id is not None:
+            receipt = snapshotter.save(self.step, self.state)
+            if receipt.id is not None:
                 break
             self.advance()
+        skips_s: list[float] = []
         while True:
             self.advance()
             ended_s = time.perf_counter()
-            receipt = snapshotter.save(self.step, self.state)
-            if receipt.id is not None and self.step - first >= steps:
-                break
-        stretch = Stretch(ended_s - began_s, self.step - first)
+            again = snapshotter.save(self.step, self.state)
+            steps = self.step - first
+            if again.id is not None:
+                receipt = again
+                if steps >= STRETCH_STEPS:
+                    break
+            else:
+                skips_s.append(again.stall_s)
+                if steps >= STRETCH_STEPS < interval and receipt.protected.done():
+                    break
+        left = max(0, interval - steps) if skips_s else 0
+        stretch = Stretch(ended_s - began_s, steps, left * median(skips_s or [0.0]), left)
         self._land(snapshotter, receipt)
         return stretch
 
@@ -124,14 +135,14 @@ def _measure(
     overheads = []
     with jaxft.Snapshotter(every=every, job=JOB, fresh=True) as snapshotter:
         interval = _settle(training, snapshotter)
-        steps = max(interval, STRETCH_STEPS)
-        rounds = min(rounds, max(ROUNDS_MIN, STEPS_MAX // steps))
-        before = training.without(steps)
+        before = training.without(STRETCH_STEPS)
         for number in range(rounds):
-            stretch = training.with_snapshots(snapshotter, steps)
-            after = training.without(steps)
+            stretch = training.with_snapshots(snapshotter, interval)
+            after = training.without(STRETCH_STEPS)
             usual_s = (before.wall_s + after.wall_s) / (before.steps + after.steps)
-            overheads.append(100 * (stretch.wall_s / stretch.steps / usual_s - 1))
+            added_s = stretch.wall_s - stretch.steps * usual_s + stretch.more_s
+            steps = stretch.steps + stretch.more_steps
+            overheads.append(100 * added_s / (steps * usual_s))
             before = after
             show(number + 1)
     percent = 100 * budget
