@@ -388,8 +388,14 @@ class Snapshotter:
         except StagingError as error:
             self._fail(receipt, error)
             staged = error
-        step_s, call = self._schedule.step_s, self._schedule.calls
-        self._jobs.put(_Job(seq, step, plan, staged, extras, receipt, step_s, call, measured))
+        except BaseException as error:
+            # It has begun, on other ranks too, which wait for its outcome.
+            staged = StagingError(str(error) or repr(error))
+            self._fail(receipt, staged)
+            raise
+        finally:
+            step_s, call = self._schedule.step_s, self._schedule.calls
+            self._jobs.put(_Job(seq, step, plan, staged, extras, receipt, step_s, call, measured))
 
     # -------------------------------------------------------------------- the background thread
 

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxft
-from jaxft.errors import SnapshotSkipped
+from jaxft.errors import ConfigError, SnapshotSkipped
 from jaxft.group.manifest import SnapshotId
 from jaxft.group.messages import Measured
 from jaxft.receipt import Receipt
@@ -58,6 +59,36 @@ def test_every_so_many_steps(lone: Lone) -> None:
             with pytest.raises(SnapshotSkipped, match="step 2 was not saved: the next"):
                 future.result(0)
         assert snapshotter.latest == 10
+
+
+def test_a_leaf_without_bytes_is_refused_and_the_next_snapshot_is_taken(lone: Lone) -> None:
+    x = jnp.arange(8.0)
+    struct = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    with lone.open(every=1) as snapshotter:
+        assert snapshotter.restore({"x": x}) is None
+        snapshotter.save(1, {"x": x}).protected.result(WAIT_S)
+        with pytest.raises(ConfigError, match="is a ShapeDtypeStruct"):
+            snapshotter.save(2, {"x": struct})
+        after = snapshotter.save(3, {"x": x})
+        after.protected.result(WAIT_S)
+        assert "step 2" in str(after.last_failure)
+        assert "is a ShapeDtypeStruct" in str(after.last_failure)
+
+
+def test_what_fails_in_another_way_while_it_is_held_ends_the_snapshot_too(
+    lone: Lone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lone.open(every=1) as snapshotter:
+        assert snapshotter.restore(STATE) is None
+        with monkeypatch.context() as patched:
+
+            def interrupted(*_: object) -> None:
+                raise KeyboardInterrupt
+
+            patched.setattr("jaxft.snapshotter.stage", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                snapshotter.save(1, STATE)
+        snapshotter.save(2, STATE).protected.result(WAIT_S)
 
 
 def test_steps_that_are_jumped_over(lone: Lone) -> None:

@@ -15,6 +15,7 @@ import functools
 import json
 import struct
 from collections.abc import Callable
+from operator import is_
 from typing import Any
 
 import jax
@@ -45,7 +46,9 @@ def flatten(tree: Any) -> tuple[list[tuple[Path, Any]], jax.tree_util.PyTreeDef]
     above: tuple[Any, ...] = ()
     path_above: Path = ()
     for keys, leaf in with_path:
-        if keys[:-1] != above:  # leaves that follow each other mostly are in the same node
+        # Leaves that follow each other mostly are in the same node, and have the same keys above
+        # them then. Equal ones will not do: DictKey(1) == DictKey(True), which is refused.
+        if len(keys) != len(above) + 1 or not all(map(is_, keys, above)):
             above = keys[:-1]
             path_above = tuple([_structured_key(key, keys) for key in above])
         last = tuple([_structured_key(key, keys) for key in keys[-1:]])

@@ -26,7 +26,7 @@ from typing import Generic
 import msgspec
 import numpy as np
 
-from jaxft.errors import ConfigError, PeerUnreachable, ProtocolError, ReadCancelled
+from jaxft.errors import ConfigError, PeerUnreachable, ProtocolError, ReadCancelled, WireError
 from jaxft.host.memory import Lent
 from jaxft.host.stream_frames import (
     ANSWER,
@@ -322,10 +322,15 @@ class _Server(Generic[T]):
         if not takes_fds or connected.family != socket.AF_UNIX:
             return connected.recv_into(into, len(into), socket.MSG_WAITALL)
         flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
-        count, ancillary, _, _ = connected.recvmsg_into([into], _ANCILLARY_BYTES, flags)
+        count, ancillary, found, _ = connected.recvmsg_into([into], _ANCILLARY_BYTES, flags)
         for level, kind, data in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 self._fds.extend(fd for (fd,) in _FD.iter_unpack(data))
+        if found & socket.MSG_CTRUNC:
+            raise WireError(
+                f"the memory of the host at {self.address} cannot be mapped: this process has too "
+                "many files open; raise its limit (ulimit -n)"
+            )
         return count
 
     def close(self) -> None:

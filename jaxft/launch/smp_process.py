@@ -214,7 +214,9 @@ class SnapshotProcess:
 
     def stop(self) -> None:
         """Ends it within STOP_S and a moment, also one that hangs, and lets its memory go."""
-        if self._channel is not None:
+        if self._channel is None:  # it cannot be told, and has nothing to do before it ends
+            self.kill()
+        else:
             with contextlib.suppress(WireError):
                 self._channel.send(protocol.encode(protocol.Stop()), timeout_s=SEND_S)
         if self._pidfd >= 0 and not _is_readable(self._pidfd, STOP_S):

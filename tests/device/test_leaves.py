@@ -16,6 +16,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey
 
 from jaxft.device.leaves import describe, flatten, show, stored_shape
 from jaxft.device.transfer import Staging
@@ -313,3 +314,18 @@ def test_structs_and_arrays_are_described_alike() -> None:
     for leaf in (jnp.ones((2, 3), jnp.bfloat16), jax.random.key(1, impl="rbg"), jnp.asarray(2.0)):
         assert describe((), leaf) == describe((), jax.eval_shape(lambda x=leaf: x))
     assert stored_shape(describe((), jax.random.key(1, impl="rbg"))) == (4,)
+
+
+def test_keys_that_are_equal_and_of_other_types_are_told_apart() -> None:
+    """A node of one's own can have both: a dict cannot."""
+
+    class Node:
+        def __init__(self, *pairs: tuple[DictKey, Any]) -> None:
+            self.pairs = pairs
+
+    jax.tree_util.register_pytree_with_keys(
+        Node, lambda n: (n.pairs, tuple(k for k, _ in n.pairs)), lambda _, values: values
+    )
+    x = jnp.zeros(3)
+    with pytest.raises(ConfigError, match=r"leaf \[True\]\['b'\].*\(bool\)"):
+        flatten(Node((DictKey(1), {"a": x}), (DictKey(True), {"b": x})))
