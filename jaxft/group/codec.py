@@ -246,10 +246,19 @@ class Backend(ABC):
                 [outs[row][start:stop] for row in rows],
             )
 
+    @abstractmethod
     def _steps(
         self, matrix: Bytes, sources: list[Bytes], outputs: list[Bytes], step_bytes: int
     ) -> Iterator[int]:
         """`combine_by_steps` after all checks: at least one source, one output and one byte."""
+
+
+class _StepwiseBackend(Backend):
+    """A backend for which each step is a call of its own."""
+
+    def _steps(
+        self, matrix: Bytes, sources: list[Bytes], outputs: list[Bytes], step_bytes: int
+    ) -> Iterator[int]:
         for start in range(0, sources[0].size, step_bytes):
             step = slice(start, start + step_bytes)
             self._combine(matrix, [one[step] for one in sources], [one[step] for one in outputs])
@@ -319,12 +328,8 @@ class IsalBackend(Backend):
             self._encode_data(length, columns, rows, tables, ins_now, outs_now)
             yield start
 
-    def _combine(self, matrix: Bytes, sources: list[Bytes], outputs: list[Bytes]) -> None:
-        for _ in self._steps(matrix, sources, outputs, CALL_BYTES_MAX):
-            pass
 
-
-class NumpyBackend(Backend):
+class NumpyBackend(_StepwiseBackend):
     """Products looked up in a table. `bytes.translate` is the fastest look-up Python has."""
 
     name = "NumPy"
@@ -347,7 +352,7 @@ class NumpyBackend(Backend):
                         output[block] ^= np.frombuffer(product, np.uint8)
 
 
-class PyeclibBackend(Backend):
+class PyeclibBackend(_StepwiseBackend):
     """pyeclib's own API where it can do it, which is whole parity rows; NumPy for the rest.
 
     Its decoder is not used: it wants its own headers around fragments, aborts the process on

@@ -45,6 +45,7 @@ from jaxft.errors import (
     ProtocolError,
     WireError,
 )
+from jaxft.host.descriptors import packed, space_bytes, unpacked
 
 FRAME_BYTES_MAX = 256 << 20
 FDS_MAX = 16
@@ -60,8 +61,7 @@ _PATH_BYTES_MAX = 107
 _HEADER = struct.Struct("<3sBI")
 _MAGIC = b"JXF"
 _CREDENTIALS = struct.Struct("3i")
-_FD = struct.Struct("i")
-_CMSG_BYTES = socket.CMSG_SPACE(FDS_MAX * _FD.size)
+_CMSG_BYTES = space_bytes(FDS_MAX)
 
 
 class Received(NamedTuple):
@@ -173,8 +173,7 @@ class LocalChannel:
         self._drop_fds()
 
     def _write(self, header: bytes, payload: bytes, fds: Sequence[int], deadline: float) -> None:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, b"".join(map(_FD.pack, fds)))]
-        ancillary = rights if fds else []
+        ancillary = packed(fds)
         parts = [memoryview(header), memoryview(payload)]
         while any(part.nbytes for part in parts):
             try:
@@ -243,7 +242,7 @@ class LocalChannel:
             except OSError:
                 # Reset by the other side, or closed by another thread of this one.
                 count, ancillary, flags = 0, [], 0
-            self._keep_fds(ancillary)
+            self._fds += unpacked(ancillary)
             if flags & socket.MSG_CTRUNC:
                 raise ProtocolError(
                     f"process {self._peer_pid} sent more than {FDS_MAX} descriptors, or this "
@@ -254,12 +253,6 @@ class LocalChannel:
                 self._drop_fds()
             self._filled += count
         return True
-
-    def _keep_fds(self, ancillary: list[tuple[int, int, bytes]]) -> None:
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                whole = len(data) // _FD.size * _FD.size
-                self._fds += [fd for (fd,) in _FD.iter_unpack(data[:whole])]
 
     def _drop_fds(self) -> None:
         fds, self._fds = self._fds, []

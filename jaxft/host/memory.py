@@ -176,9 +176,7 @@ class Arena:
         """
         self.view(offset, nbytes)
         assert self._map is not None
-        if (offset, nbytes) not in self._entered:
-            self._entered.add((offset, nbytes))
-            _enter_pages(self._map, offset, nbytes)
+        _enter_pages(self._map, self._entered, offset, nbytes)
 
     def close(self) -> None:
         """Lets go of the descriptor and of the mapping, once no view is left. May be repeated."""
@@ -234,13 +232,17 @@ class Lent:
             raise ValueError(
                 f"bytes {offset} to {offset + nbytes} are outside of {self.size_bytes} lent ones"
             )
-        if (offset, nbytes) not in self._entered:
-            self._entered.add((offset, nbytes))
-            _enter_pages(self._map, offset, nbytes)
+        _enter_pages(self._map, self._entered, offset, nbytes)
         return self._bytes[offset : offset + nbytes]
 
 
-def _enter_pages(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
+def _enter_pages(
+    mapping: mmap.mmap, entered: set[tuple[int, int]], offset: int, nbytes: int
+) -> None:
+    """Enters a range's pages into the page tables, unless it is among those `entered` before."""
+    if (offset, nbytes) in entered:
+        return
+    entered.add((offset, nbytes))
     stop = offset + nbytes
     for at in range(offset // mmap.PAGESIZE * mmap.PAGESIZE, stop, _TOUCH_BYTES):
         try:

@@ -15,7 +15,6 @@ import mmap
 import os
 import select
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -27,6 +26,7 @@ import msgspec
 import numpy as np
 
 from jaxft.errors import ConfigError, PeerUnreachable, ProtocolError, ReadCancelled, WireError
+from jaxft.host.descriptors import space_bytes, unpacked
 from jaxft.host.memory import Lent
 from jaxft.host.stream_frames import (
     ANSWER,
@@ -60,8 +60,7 @@ _RETRY_S_MAX = 1.0
 # A process that was stopped finds its clock far ahead, and its servers are not to blame for it.
 _TICK_S_MAX = 1.0
 _HUGE_BYTES = 2 << 20
-_FD = struct.Struct("i")
-_ANCILLARY_BYTES = socket.CMSG_SPACE(_FD.size)
+_ANCILLARY_BYTES = space_bytes(1)
 
 _encode = msgspec.msgpack.encode
 
@@ -323,9 +322,7 @@ class _Server(Generic[T]):
             return connected.recv_into(into, len(into), socket.MSG_WAITALL)
         flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
         count, ancillary, found, _ = connected.recvmsg_into([into], _ANCILLARY_BYTES, flags)
-        for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-                self._fds.extend(fd for (fd,) in _FD.iter_unpack(data))
+        self._fds += unpacked(ancillary)
         if found & socket.MSG_CTRUNC:
             raise WireError(
                 f"the memory of the host at {self.address} cannot be mapped: this process has too "

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from jaxft.errors import JaxftError, WireError
+from jaxft.host.descriptors import packed
 from jaxft.host.priority import step_back
 from jaxft.host.stream_frames import (
     ANSWER,
@@ -40,7 +40,6 @@ _CLOSE_S = 5.0
 _BACKLOG = 128
 _CONNECTIONS_MAX = 1024
 _REASON_CHARS_MAX = 4096
-_FD = struct.Struct("i")
 
 _decode = msgspec.msgpack.Decoder(BulkRequest).decode
 
@@ -212,12 +211,10 @@ def _pass_on(
     status = os.fstat(given.fd)
     # One that has grown is passed on again: the other side has mapped what there was.
     file = (status.st_dev, status.st_ino, status.st_size)
-    ancillary = []
-    if file not in passed:
-        passed[file] = len(passed)
-        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _FD.pack(given.fd))]
+    fds = [] if file in passed else [given.fd]
+    passed.setdefault(file, len(passed))
     header = ANSWER.pack(MAPS, passed[file], given.offset)
-    sent = connected.sendmsg([header], ancillary)
+    sent = connected.sendmsg([header], packed(fds))
     if sent < len(header):
         _send(connected, header[sent:], memoryview(b""))
 
