@@ -10,6 +10,7 @@ The rules:
 from __future__ import annotations
 
 import bisect
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from jaxft.errors import StagingError
 from jaxft.group.manifest import CHUNK
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_digest = xxhash.xxh3_64_intdigest
 
 # Bytes copied before they are checksummed: small enough to be in the cache still, and large enough
 # that the thread asks for the interpreter lock seldom.
@@ -143,30 +146,31 @@ class _Writer:
 
     def __init__(self, span: Bytes) -> None:
         self._span = span
+        self._chunks = [span[at : at + CHUNK].data for at in range(0, len(span), CHUNK)]
         self._done = 0
-        self._checksums = bytearray()
-        self._checked = 0
+        self._digests: list[int] = []
 
     def write(self, offset: int, data: Bytes) -> None:
         self._span[self._done : offset] = 0
-        self._done = offset
-        taken = 0
-        while taken < len(data):
-            # Pieces end where chunks end.
-            size = min(len(data) - taken, PIECE - self._done % PIECE)
-            np.copyto(self._span[self._done : self._done + size], data[taken : taken + size])
-            taken += size
-            self._done += size
-            self._check(self._done // CHUNK * CHUNK)
-
-    def _check(self, end: int) -> None:
-        while self._checked < end:
-            chunk = self._span[self._checked : min(self._checked + CHUNK, end)]
-            self._checksums += xxhash.xxh3_64_intdigest(chunk.data).to_bytes(8, "little")
-            self._checked += len(chunk)
+        # Pieces end where chunks end. All are laid out before: between copies that go through the
+        # cache, every step of the interpreter is a slow one.
+        stop = offset + len(data)
+        cuts = [offset, *range((offset // PIECE + 1) * PIECE, stop, PIECE), stop]
+        pieces = [
+            (
+                self._span[first:end],
+                data[first - offset : end - offset],
+                self._chunks[first // CHUNK : end // CHUNK],
+            )
+            for first, end in itertools.pairwise(cuts)
+        ]
+        self._done = stop
+        for target, source, chunks in pieces:
+            np.copyto(target, source)
+            self._digests += map(_digest, chunks)
 
     def finish(self) -> bytes:
         """The checksums of the whole span."""
         self._span[self._done :] = 0
-        self._check(len(self._span))
-        return bytes(self._checksums)
+        self._digests += map(_digest, self._chunks[len(self._digests) :])
+        return np.array(self._digests, "<u8").tobytes()

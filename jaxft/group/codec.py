@@ -319,12 +319,18 @@ class IsalBackend(Backend):
         tables = self._tables(rows, columns, matrix.tobytes())
         ins = [source.ctypes.data for source in sources]
         outs = [output.ctypes.data for output in outputs]
-        ins_now, outs_now = (ctypes.c_void_p * columns)(), (ctypes.c_void_p * rows)()
         size = sources[0].size
-        for start in range(0, size, step_bytes):
-            ins_now[:] = [address + start for address in ins]
-            outs_now[:] = [address + start for address in outs]
-            length = min(step_bytes, size - start)
+        # Made before the first: between steps that go through the cache, little is to be done.
+        pointers = [
+            (
+                start,
+                min(step_bytes, size - start),
+                (ctypes.c_void_p * columns)(*[address + start for address in ins]),
+                (ctypes.c_void_p * rows)(*[address + start for address in outs]),
+            )
+            for start in range(0, size, step_bytes)
+        ]
+        for start, length, ins_now, outs_now in pointers:
             self._encode_data(length, columns, rows, tables, ins_now, outs_now)
             yield start
 

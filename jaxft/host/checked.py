@@ -13,7 +13,7 @@ from types import TracebackType
 
 from jaxft.errors import ChunkDamaged
 from jaxft.group.manifest import CHUNK, Manifest
-from jaxft.host.layout import SegmentCheck
+from jaxft.host.layout import segment_check
 from jaxft.host.memory import Arena, Bytes
 
 # Checked in one go: large enough that a thread asks for the interpreter lock seldom.
@@ -51,7 +51,7 @@ class CheckedSegment:
         self.host = manifest.host
         self._arena = arena
         self._length = manifest.length
-        self._check = SegmentCheck(manifest)
+        self._check = segment_check(manifest)
         self._timeout_s = timeout_s
         self._pool = ThreadPoolExecutor(
             min(THREADS, os.cpu_count() or 1), thread_name_prefix="jaxft-check"

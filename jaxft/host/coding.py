@@ -14,10 +14,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from itertools import zip_longest
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import xxhash
 
 from jaxft.errors import ChunkDamaged, PeerUnreachable
 from jaxft.faults import reach
@@ -25,7 +25,15 @@ from jaxft.group.codec import backend, decode_matrix, encode_rows
 from jaxft.group.manifest import CHUNK, SnapshotId
 from jaxft.group.messages import Damage
 from jaxft.group.placement import LaneGeometry, clip
-from jaxft.host.layout import GroupLayout, ParityCheck, SegmentCheck, read_key
+from jaxft.host.layout import (
+    ChunkCheck,
+    GroupLayout,
+    digest,
+    parity_check,
+    read_key,
+    segment_check,
+    split,
+)
 from jaxft.host.memory import Bytes
 from jaxft.host.pace import Pace
 from jaxft.host.wire import BulkReader, ReadRequest, Refused
@@ -114,13 +122,9 @@ def encode_share(sources: Sources, host: int, parity: Bytes) -> bytes:
                 _data_fragment(layout, number, geometry, stripe, i) for i in range(geometry.k)
             )
             tasks.append(_Task(number, stripe, rows[j : j + 1], fragments, output, base))
-    sums = [0] * -(-parity.size // CHUNK)
-
-    def made(start: int, chunk: memoryview) -> None:
-        sums[start // CHUNK] = xxhash.xxh3_64_intdigest(chunk)
-
+    made = _NewParity(parity.size)
     _run(sources, tasks, host, made)
-    return np.array(sums, "<u8").tobytes()
+    return np.array(made.sums, "<u8").tobytes()
 
 
 def rebuild_segment(
@@ -150,18 +154,12 @@ def rebuild_segment(
                 place = output[start + offset : start + offset + nbytes]
                 task = _rebuild_task(layout, number, geometry, stripe, host, lost, place)
                 tasks.append(task._replace(start=start + offset))
-    check = SegmentCheck(layout.manifests[host])
-    bad: list[int] = []
-
-    def made(start: int, chunk: memoryview) -> None:
-        if not check.is_whole(start, chunk):
-            bad.append(start)
-
+    made = _OldSegment(segment_check(layout.manifests[host]))
     _run(sources, tasks, host, made, touch)
-    if bad:
+    if made.bad:
         raise ChunkDamaged(
             f"snapshot {sources.id}: the rebuilt segment of {sources.names[host]} does not have "
-            f"its checksums at {len(bad)} chunks, the first at byte {min(bad)}"
+            f"its checksums at {len(made.bad)} chunks, the first at byte {min(made.bad)}"
         )
 
 
@@ -225,8 +223,49 @@ class _Tag(NamedTuple):
     column: int
 
 
-# Called with (offset in the segment or the parity region, the bytes) of every chunk made.
-Made = Callable[[int, memoryview], None]
+class _Made(Protocol):
+    """What becomes of that which is made, piece by piece; `start` is where a piece begins in the
+    segment or the parity region."""
+
+    def chunks(self, start: int, piece: Bytes) -> list[memoryview]:
+        """What of the piece is to be digested, chunk by chunk."""
+
+    def take(self, start: int, digests: list[int]) -> None:
+        """Their digests, now that they are made."""
+
+
+class _NewParity:
+    """Keeps the checksums of parity, of `nbytes`, in `sums`."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.sums = [0] * -(-nbytes // CHUNK)
+
+    def chunks(self, start: int, piece: Bytes) -> list[memoryview]:
+        return split(piece)
+
+    def take(self, start: int, digests: list[int]) -> None:
+        first = start // CHUNK
+        self.sums[first : first + len(digests)] = digests
+
+
+class _OldSegment:
+    """Sees whether a segment is what it was; `bad` are the offsets of chunks that are not."""
+
+    def __init__(self, check: ChunkCheck) -> None:
+        self.bad: list[int] = []
+        self._check = check
+
+    def chunks(self, start: int, piece: Bytes) -> list[memoryview]:
+        return self._check.chunks(start, piece)
+
+    def take(self, start: int, digests: list[int]) -> None:
+        wanted = self._check.digests(start, len(digests))
+        self.bad += [
+            start + number * CHUNK
+            for number, pair in enumerate(zip(digests, wanted, strict=True))
+            if pair[0] != pair[1]
+        ]
+
 
 # Called with (offset there, number of bytes) before they are made.
 Touch = Callable[[int, int], None]
@@ -236,7 +275,7 @@ class _Run:
     """Reads the pieces of all tasks and codes each as soon as all it needs is there."""
 
     def __init__(
-        self, sources: Sources, tasks: list[_Task], made: Made, touch: Touch | None
+        self, sources: Sources, tasks: list[_Task], made: _Made, touch: Touch | None
     ) -> None:
         self.sources = sources
         self.tasks = tasks
@@ -246,10 +285,10 @@ class _Run:
         self.keys: dict[_Fragment, bytes] = {}
         self.matrices: dict[tuple[int, tuple[int, ...]], Bytes] = {}
         self.segment_checks = {
-            host: SegmentCheck(manifest) for host, manifest in sources.layout.manifests.items()
+            host: segment_check(manifest) for host, manifest in sources.layout.manifests.items()
         }
         self.parity_checks = {
-            host: ParityCheck(sums) for host, sums in sources.parity_checksums.items()
+            host: parity_check(sums) for host, sums in sources.parity_checksums.items()
         }
         self.waiting: dict[tuple[int, int], dict[int, memoryview]] = {}
         self.damaged: set[Damage] = set()
@@ -314,16 +353,26 @@ class _Run:
         output = task.output[at : at + PIECE]
         if self.touch is not None:
             self.touch(task.start + at, output.size)
+        fragments = [task.fragments[column] for column in columns]
         data = [pieces[column] for column in columns]
-        checks = [self._check(task.fragments[column], at) for column in columns]
-        for step in self._code(self._matrix(number, columns), data, output):
-            for column, (check, start), piece in zip(columns, checks, data, strict=True):
-                chunk = piece[step : step + CHUNK]
-                if chunk and not check.is_whole(start + step, chunk):
-                    host = task.fragments[column].host
-                    self.damaged.add(Damage(host, task.lane, task.stripe))
-            if not self.damaged and step < output.size:
-                self.made(task.start + at + step, output[step : step + CHUNK].data)
+        checks = [self._check(fragment) for fragment in fragments]
+        # All is laid out before: a step is three calls into C, one after the other.
+        chunks: list[list[memoryview]] = []
+        wanted: list[list[int]] = []
+        for fragment, check, piece in zip(fragments, checks, data, strict=True):
+            chunks.append(check.chunks(fragment.start + at, piece))
+            wanted.append(check.digests(fragment.start + at, len(chunks[-1])))
+        own = self.made.chunks(task.start + at, output)
+        per_step = list(zip_longest(own, *chunks, fillvalue=memoryview(b"")))
+        found = [
+            list(map(digest, per_step[step // CHUNK]))
+            for step in self._code(self._matrix(number, columns), data, output)
+        ]
+        for column, (fragment, digests) in enumerate(zip(fragments, wanted, strict=True), 1):
+            if [step[column] for step in found[: len(digests)]] != digests:
+                self.damaged.add(Damage(fragment.host, task.lane, task.stripe))
+        if not self.damaged:
+            self.made.take(task.start + at, [step[0] for step in found[: len(own)]])
 
     def _code(self, matrix: Bytes, data: list[memoryview], output: Bytes) -> Iterable[int]:
         """Computes the output, chunk by chunk where it can; yields the offset of each. Once
@@ -335,11 +384,10 @@ class _Run:
             self.codec.combine_clipped(matrix, data, [output])
         return range(0, max(lengths), CHUNK)
 
-    def _check(self, fragment: _Fragment, at: int) -> tuple[SegmentCheck | ParityCheck, int]:
-        """What tells whether chunks of a fragment's piece are whole, and where the piece begins."""
-        if fragment.parity:
-            return self.parity_checks[fragment.host], fragment.start + at
-        return self.segment_checks[fragment.host], fragment.start + at
+    def _check(self, fragment: _Fragment) -> ChunkCheck:
+        """What tells whether chunks of a fragment are whole."""
+        checks = self.parity_checks if fragment.parity else self.segment_checks
+        return checks[fragment.host]
 
     def _matrix(self, number: int, columns: tuple[int, ...]) -> Bytes:
         """Those columns of the task's coefficients."""
@@ -351,7 +399,7 @@ class _Run:
 
 
 def _run(
-    sources: Sources, tasks: list[_Task], host: int, made: Made, touch: Touch | None = None
+    sources: Sources, tasks: list[_Task], host: int, made: _Made, touch: Touch | None = None
 ) -> None:
     """Does the tasks of the share of `host`."""
     run = _Run(sources, tasks, made, touch)

@@ -6,7 +6,7 @@ whoever reads one, here or from a peer, can tell whether it is whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ from jaxft.host.memory import Bytes
 PAGE = 4096
 _CHECK_BYTES = 8
 
-_digest = xxhash.xxh3_64_intdigest
+digest = xxhash.xxh3_64_intdigest
 
 
 class ReadKey(msgspec.Struct, frozen=True, array_like=True):
@@ -82,58 +82,77 @@ def own_blob_offset(segment_bytes: int) -> int:
 
 def checksums(data: Bytes | memoryview) -> bytes:
     """xxh3_64 of every CHUNK of `data`, little-endian."""
+    return np.array([digest(chunk) for chunk in split(data)], "<u8").tobytes()
+
+
+def split(data: Bytes | memoryview) -> list[memoryview]:
+    """The chunks of `data`, without a copy."""
     view = np.frombuffer(data, np.uint8).data
-    digests = [_digest(view[at : at + CHUNK]) for at in range(0, len(view), CHUNK)]
-    return np.array(digests, "<u8").tobytes()
+    return [view[at : at + CHUNK] for at in range(0, len(view), CHUNK)]
 
 
-class ParityCheck:
-    """Tells whether chunks of parity have their checksums.
+class ChunkCheck:
+    """Knows what the chunks of something have to be.
+
+    What is asked for is made in one go, before the bytes are looked at: between chunks that go
+    through the cache, every step of the interpreter is a slow one.
 
     Args:
-        sums: xxh3_64 of every CHUNK, little-endian.
+        digests: xxh3_64 of every chunk.
+        sizes: how many bytes of each it is of; what comes after them is padding.
     """
 
-    def __init__(self, sums: bytes) -> None:
-        self._expected: list[int] = np.frombuffer(sums, "<u8").tolist()
-
-    def is_whole(self, start: int, chunk: memoryview) -> bool:
-        """Whether a chunk, which begins at `start` of the parity region, is what it should be."""
-        return _digest(chunk) == self._expected[start // CHUNK]
-
-
-class SegmentCheck:
-    """Tells whether pieces of a segment are what its manifest says."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        chunks = -(-manifest.length // CHUNK)
+    def __init__(self, digests: list[int], sizes: list[int]) -> None:
         # Lists of plain integers: a look-up in an array costs as much as a tenth of a checksum.
-        self._expected = [0] * chunks
-        self._sizes = [0] * chunks
-        for part in manifest.parts:
-            first = part.base // CHUNK
-            digests = np.frombuffer(part.checksums, "<u8").tolist()
-            sizes = [CHUNK] * len(digests)
-            if sizes:
-                sizes[-1] = part.length - (len(digests) - 1) * CHUNK
-            self._expected[first : first + len(digests)] = digests
-            self._sizes[first : first + len(digests)] = sizes
+        self._digests = digests
+        self._sizes = sizes
 
-    def is_whole(self, start: int, chunk: memoryview) -> bool:
-        """Whether a chunk, which begins at `start` of the segment, is what it should be."""
-        number = start // CHUNK
-        size = self._sizes[number]
-        return len(chunk) >= size and _digest(chunk[:size]) == self._expected[number]
-
-    def bad_chunks(self, start: int, data: Bytes | memoryview) -> Iterator[int]:
-        """The offsets in the segment of chunks of `data` (which begins at `start`, a multiple of
-        CHUNK) that are damaged. A chunk that `data` ends within is checked if its part ends there
-        too, else it counts as damaged: pieces are whole chunks."""
+    def chunks(self, start: int, data: Bytes | memoryview) -> list[memoryview]:
+        """The chunks of `data`, which begins at `start` (a multiple of CHUNK), without padding."""
         assert start % CHUNK == 0
         view = np.frombuffer(data, np.uint8).data
-        for at in range(0, len(view), CHUNK):
-            if not self.is_whole(start + at, view[at : at + CHUNK]):
-                yield start + at
+        sizes = self._sizes[start // CHUNK :][: -(-len(view) // CHUNK)]
+        return [
+            view[at : at + size] for at, size in zip(range(0, len(view), CHUNK), sizes, strict=True)
+        ]
+
+    def digests(self, start: int, count: int) -> list[int]:
+        """What the digests of so many chunks from `start` on have to be."""
+        return self._digests[start // CHUNK :][:count]
+
+    def bad_chunks(self, start: int, data: Bytes | memoryview) -> list[int]:
+        """The offsets of chunks of `data` (which begins at `start`, a multiple of CHUNK) that are
+        damaged. One that `data` does not have all bytes of counts as damaged too: pieces are whole
+        chunks."""
+        chunks = self.chunks(start, data)
+        wanted = self.digests(start, len(chunks))
+        found = map(digest, chunks)
+        return [
+            start + number * CHUNK
+            for number, pair in enumerate(zip(found, wanted, strict=True))
+            if pair[0] != pair[1]
+        ]
+
+
+def parity_check(sums: bytes) -> ChunkCheck:
+    """For parity whose `sums` are xxh3_64 of every CHUNK, little-endian."""
+    digests = np.frombuffer(sums, "<u8").tolist()
+    return ChunkCheck(digests, [CHUNK] * len(digests))
+
+
+def segment_check(manifest: Manifest) -> ChunkCheck:
+    """For the segment of this manifest."""
+    count = -(-manifest.length // CHUNK)
+    all_digests, all_sizes = [0] * count, [0] * count
+    for part in manifest.parts:
+        first = part.base // CHUNK
+        digests = np.frombuffer(part.checksums, "<u8").tolist()
+        sizes = [CHUNK] * len(digests)
+        if sizes:
+            sizes[-1] = part.length - (len(digests) - 1) * CHUNK
+        all_digests[first : first + len(digests)] = digests
+        all_sizes[first : first + len(digests)] = sizes
+    return ChunkCheck(all_digests, all_sizes)
 
 
 class GroupLayout:

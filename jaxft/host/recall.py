@@ -20,10 +20,10 @@ from jaxft.host.coding import DEADLINE_S, PEER_S, PIECE, DamagedFragments, Sourc
 from jaxft.host.layout import (
     GroupBlob,
     GroupLayout,
-    SegmentCheck,
     decode_group,
     decode_manifest,
     read_key,
+    segment_check,
     unseal,
 )
 from jaxft.host.memory import Arena
@@ -178,7 +178,7 @@ class Recall:
             total += -(-(extent.stop - extent.start) // CHUNK) * CHUNK
         arena = Arena.create("jaxft-fetch", max(total, 1))
         target = arena.view(0, total)
-        checks = {extent.host: SegmentCheck(manifests[extent.host]) for extent in extents}
+        checks = {extent.host: segment_check(manifests[extent.host]) for extent in extents}
         bad: set[tuple[int, int]] = set()
         try:
             arena.touch(0, total)
@@ -219,7 +219,7 @@ class Recall:
                     f"snapshot {self.id}: the segment of {self.plan.world.hosts[host]} was not "
                     f"rebuilt within {DEADLINE_S:g} s"
                 )
-        check = SegmentCheck(self.manifests()[host])
+        check = segment_check(self.manifests()[host])
         bad: set[tuple[int, int]] = set()
         for extent in extents:
             view = arena.view(extent.start, extent.stop - extent.start)

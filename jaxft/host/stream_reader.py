@@ -2,7 +2,8 @@
 
 Several pieces are asked for ahead on each connection. What is sent is received with one call for
 each piece, into huge pages that are used again as soon as the last view of what was in them is
-gone; what a server on the same machine passes on is mapped.
+gone; what a server on the same machine passes on is mapped, and once it is known where something
+lies, the rest of it is not asked for.
 
 A connection that breaks is made again, and what is owed is asked for again.
 """
@@ -174,6 +175,9 @@ class _Server(Generic[T]):
         self._fds: list[int] = []
         self._files: list[Lent] = []
         self._lent = lent
+        # Where what a key stands for begins, in which file; and what was found there unasked.
+        self._places: dict[bytes, tuple[Lent, int]] = {}
+        self._found: deque[tuple[ReadRequest[T], memoryview]] = deque()
         self._retry_at_s = 0.0
         self._retry_s = _RETRY_S
         self.silent_s = 0.0
@@ -187,12 +191,27 @@ class _Server(Generic[T]):
     def wants(self) -> int:
         return select.POLLIN if self._connected else select.POLLOUT
 
-    def ask(self, request: ReadRequest[T]) -> None:
+    def ask(self, request: ReadRequest[T]) -> bool:
+        """Asks, unless the server has said before where it lies; whether it can be taken now."""
+        if self._find(request):
+            return True
         if not self.owes:
             self.silent_s = 0.0
         self.owes.append(request)
         if self._connected:
             self._send(request)
+        return False
+
+    def _find(self, request: ReadRequest[T]) -> bool:
+        file, base = self._places.get(request.key, (None, 0))
+        if file is None:
+            return False
+        try:
+            view = file.view(base + request.offset, request.nbytes)
+        except ValueError:  # the server's to refuse
+            return False
+        self._found.append((request, view))
+        return True
 
     def mind_connection(self, now_s: float) -> None:
         """Connects, if it is time to; asks again for all that is owed once connected."""
@@ -250,6 +269,8 @@ class _Server(Generic[T]):
         Raises:
             ProtocolError: what came is none.
         """
+        if self._found:
+            return self._found.popleft()
         if self._target is None:
             if not self._fill(self._header):
                 return None
@@ -279,11 +300,13 @@ class _Server(Generic[T]):
         self._files += [self._lent.take(fd) for fd in fds]
         request = self.owes.popleft()
         try:
-            return request, self._files[number].view(offset, request.nbytes)
+            view = self._files[number].view(offset, request.nbytes)
         except (IndexError, ValueError) as error:
             raise ProtocolError(
                 f"the host at {self.address} passed on memory that is none: {error}"
             ) from error
+        self._places[request.key] = (self._files[number], offset - request.offset)
+        return request, view
 
     def _begin(self) -> memoryview:
         """Where the answer goes whose header has come."""
@@ -336,7 +359,7 @@ class _Server(Generic[T]):
         self._socket, self._connected = None, False
         for fd in self._fds:
             os.close(fd)
-        self._fds, self._files = [], []
+        self._fds, self._files, self._places = [], [], {}
 
 
 class _Reading(Generic[T]):
@@ -374,7 +397,9 @@ class _Reading(Generic[T]):
             check_size(request)
             self._held += 1
             self._held_bytes += request.nbytes
-            self._server(request.address).ask(request)
+            server = self._server(request.address)
+            if server.ask(request):
+                self._ready.append(server)
             self._coming = next(self._requests, None)
         return self._held > 0
 

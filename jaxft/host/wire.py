@@ -75,6 +75,9 @@ class Shared(NamedTuple):
 
     `data` lies at `offset` of the file behind `fd`, which stays open for as long as the server does
     and never shrinks.
+
+    All that one key stands for lies in one place of one file: a reader that knows where takes the
+    rest of it without asking, for as long as its `read_many` lasts.
     """
 
     data: memoryview

@@ -20,7 +20,7 @@ from jaxft.group.manifest import Leaf, Manifest, Part, Range
 from jaxft.group.messages import Damage, Outcome, Plan
 from jaxft.host import protocol as p
 from jaxft.host.client import SmpClient
-from jaxft.host.layout import GroupLayout, SegmentCheck, checksums, decode_manifest
+from jaxft.host.layout import GroupLayout, checksums, decode_manifest, segment_check
 from jaxft.host.memory import Bytes
 from tests.host.forks import context
 
@@ -177,7 +177,7 @@ class _Rank:
     ) -> str | list[Damage]:
         """This host's own memory, mapped and checked here as the restorer does."""
         view = self.client.slot(slot, manifest.length).view(0, manifest.length)
-        bad = list(SegmentCheck(manifest).bad_chunks(0, view))
+        bad = segment_check(manifest).bad_chunks(0, view)
         if not bad:
             return _parts(manifest, view)
         layout = GroupLayout(manifest.world.group_of(manifest.host), manifests)
