@@ -43,18 +43,17 @@ class HostCore:
         that is when a word has to be said again, or one that does not come is missed."""
         silence_s = self.timing.silence_s
         root = self.root
-        if not self.keeper.is_calm or (root is not None and not root.is_calm(now_s)):
+        if not self.is_calm(now_s):
             # Silence is counted in ticks, so there have to be several within the shortest.
             return self._ticked_s + min(TICK_S, silence_s / 8)
         # So often that it is not taken for a pause of this process.
         due_s = min(self.keeper.due_s, self._woken_s + silence_s / 3)
         return due_s if root is None else min(due_s, root.sent_s + root.heartbeat_s)
 
-    def awaits_answers(self, now_s: float) -> bool:
-        """Has the last `Ticked` made a calm root say its sign of life? All hosts answer at once."""
-        root = self.root
-        calm = root is not None and self.keeper.is_calm and root.is_calm(now_s)
-        return calm and root is not None and root.sent_s == self._ticked_s
+    def is_calm(self, now_s: float) -> bool:
+        """Is nothing under way, as far as is known here? What was said before is then said again as
+        a sign of life only."""
+        return self.keeper.is_calm and (self.root is None or self.root.is_calm(now_s))
 
     def _mind_root(self, now_s: float) -> None:
         """Makes the root when this host becomes the first of a generation, drops it when not."""

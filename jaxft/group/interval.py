@@ -5,8 +5,11 @@ time, or a budget (`jaxft.Auto`), which is CheckFreq's idea (Mohan, Phanishayee,
 CheckFreq: Frequent, Fine-Grained DNN Checkpointing, FAST 2021).
 
 Rules for a budget
-- It is the smallest interval at which what a snapshot costs the training is within the budget, and
-  at which a snapshot is protected by the time the next one is due. The dearest host decides.
+- It is the smallest interval at which what a snapshot costs the training is within the budget, with
+  the calls of `save` in between, and at which a snapshot is protected by the time the next one is
+  due. The dearest host decides.
+- Those calls come with every step, whatever the interval is: where they alone take more than half
+  of the budget, the snapshots have the other half, and the interval is no longer than that wants.
 - FIRST steps until a cost has been measured.
 - It at most halves, or doubles and one more, from one snapshot to the next: a wrong figure does
   little harm, and an interval that was doubled by it is halved by the next.
@@ -70,13 +73,15 @@ def dearest(several: Iterable[Measured]) -> Measured:
         cost_s=max(one.cost_s for one in known),
         protect_s=max(one.protect_s for one in known),
         step_s=min(one.step_s for one in known),
+        call_s=max(one.call_s for one in known),
     )
 
 
 def smallest(overhead: float, measured: Measured) -> int:
-    """The smallest N from 1 for which cost_s / (N * step_s) <= overhead and
-    N * step_s >= protect_s."""
-    for_budget = measured.cost_s / (overhead * measured.step_s)
+    """The smallest N from 1 for which (cost_s + N * call_s) / (N * step_s) <= overhead and
+    N * step_s >= protect_s; and call_s counts for half of the budget at most."""
+    budget_s = overhead * measured.step_s
+    for_budget = measured.cost_s / (budget_s - min(measured.call_s, budget_s / 2))
     return max(1, _ceil(for_budget), _ceil(measured.protect_s / measured.step_s))
 
 

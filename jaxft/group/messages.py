@@ -258,11 +258,13 @@ class RankOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
     """What snapshots cost somewhere, in seconds: `cost_s` of the training's time each, `protect_s`
-    from `save` to protected, `step_s` an undisturbed step (0: nothing has been measured)."""
+    from `save` to protected, `step_s` an undisturbed step (0: nothing has been measured), `call_s`
+    a call of `save` that is not due."""
 
     cost_s: float = 0.0
     protect_s: float = 0.0
     step_s: float = 0.0
+    call_s: float = 0.0
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):

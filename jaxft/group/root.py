@@ -95,9 +95,12 @@ class Root:
     def heard(self, sender: str, status: Status, now_s: float) -> list[e.Effect]:
         """A status arrived; older ones than the newest change nothing."""
         self._wake(now_s)
-        back = now_s - self.heard_s.get(sender, now_s) > self.timing.silence_s
-        self.heard_s[sender] = now_s
+        before_s = self.heard_s.get(sender, now_s)
+        back = now_s - before_s > self.timing.silence_s
         known = self.statuses.get(sender)
+        # What says nothing new may have come soon after this root spoke, and been found just now.
+        same = known is not None and msgspec.structs.replace(status, version=known.version) == known
+        self.heard_s[sender] = max(before_s, self.sent_s) if same else now_s
         if known is not None and status.version <= known.version:
             return []
         self.statuses[sender] = status

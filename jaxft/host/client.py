@@ -24,7 +24,8 @@ from jaxft.host.memory import Arena
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 RECONNECT_S = 60.0
-POLL_S = 0.2
+# The end of the connection, closing it included, ends the wait for a message.
+POLL_S = 5.0
 RETRY_S = 0.02
 BYE_S = 2.0
 

@@ -20,6 +20,7 @@ from jaxft.group import events as e
 from jaxft.group.host import HostCore
 from jaxft.group.manifest import Leaf, Manifest, SnapshotId
 from jaxft.group.messages import (
+    Body,
     Damage,
     Envelope,
     Invite,
@@ -29,6 +30,7 @@ from jaxft.group.messages import (
     Plan,
     Segment,
     Slot,
+    Status,
 )
 from jaxft.group.root import Timing
 from jaxft.group.world import World
@@ -94,7 +96,7 @@ class Driver:
         self._leaves: dict[int, tuple[Leaf, ...]] = {}
         self._freezing: int | None = None
         self._room_bytes = 0
-        self._peers: set[str] = set()
+        self._said: dict[str, Body] = {}  # to each peer, the last
         self._plan: Plan | None = None
         self._perform: dict[type, Callable[..., None]] = {
             e.WriteLedger: self._write_ledger,
@@ -164,11 +166,9 @@ class Driver:
         ):
             self.happen(e.EnterWanted(generation))
 
-    def tick(self) -> bool:
-        """Lets time pass in the core; whether that makes all other hosts answer, and nothing else
-        is under way."""
+    def tick(self) -> None:
+        """Lets time pass in the core."""
         self.happen(e.Ticked())
-        return self.core.awaits_answers(time.monotonic())
 
     @property
     def due_s(self) -> float:
@@ -225,9 +225,9 @@ class Driver:
 
     def _forget_peers(self) -> None:
         """Nothing more is said to those of an older generation, who may be gone for ever."""
-        for address in self._peers:
+        for address in self._said:
             self.endpoint.forget(address)
-        self._peers.clear()
+        self._said.clear()
 
     def _send(self, effect: e.Send) -> None:
         generation = self.core.keeper.generation
@@ -242,14 +242,26 @@ class Driver:
             body=effect.body,
         )
         address = control_address(effect.address)
-        self._peers.add(address)
-        self.endpoint.send(address, msgspec.msgpack.encode(envelope))
+        payload = msgspec.msgpack.encode(envelope)
+        if self._is_sign_of_life(address, effect.body):
+            self.endpoint.whisper(address, payload)
+        else:
+            self.endpoint.send(address, payload)
         self._reach(
             "smp.sent",
             self.core.keeper.next_id,
             body=type(effect.body).__name__,
             settled=getattr(effect.body, "settled", ""),
         )
+
+    def _is_sign_of_life(self, address: str, body: Body) -> bool:
+        """Is it a status like the last one, with nothing under way? The root takes note of those
+        when it says its own next sign of life: each for itself would wake it once more."""
+        last, self._said[address] = self._said.get(address), body
+        if not (isinstance(body, Status) and isinstance(last, Status)):
+            return False
+        same = msgspec.structs.replace(last, version=body.version) == body
+        return same and self.core.is_calm(time.monotonic())
 
     def _send_manifest(self, effect: e.SendManifest) -> None:
         slot = self.ledger.slots[effect.slot]

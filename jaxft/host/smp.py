@@ -32,7 +32,6 @@ _log = logging.getLogger("jaxft.smp")
 TURN_S = 5.0
 ALONE_S = 0.5
 TICK_S_MIN = 0.02
-ANSWERS_S = 0.02
 ORPHAN_S = 600.0
 
 
@@ -104,11 +103,8 @@ class Smp:
             self.driver.jobs.reap()
             self.driver.try_frozen()
             if time.monotonic() >= due_s:
-                answered = self.driver.tick()
+                self.driver.tick()
                 ticked_s = time.monotonic()
-                if answered:
-                    # One turn for all of them, where each would wake the loop by itself.
-                    time.sleep(ANSWERS_S)
             self.desk.attend_waiting()
             self._let_go()
 

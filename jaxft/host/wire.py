@@ -109,6 +109,11 @@ class Endpoint(Protocol):
             ProtocolError: longer than MESSAGE_BYTES_MAX.
         """
 
+    def whisper(self, address: str, payload: bytes) -> None:
+        """As `send`, for what says nothing new: where the transport can, it wakes nobody who is in
+        `wait`, and is received with whatever comes next."""
+        self.send(address, payload)
+
     def receive(self, timeout_s: float) -> list[bytes]:
         """The messages that are there, waiting up to `timeout_s` for the first one."""
 

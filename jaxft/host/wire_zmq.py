@@ -1,17 +1,20 @@
 """The peer channel over ZeroMQ: loopback TCP, or Unix sockets in a directory of this user alone.
 
 ZeroMQ brings framing, queues, reconnecting and heartbeats. Control messages go from one PUSH socket
-for each receiver to the receiver's PULL socket. Bulk reads have plain sockets of their own, at
-addresses of the same form (`stream_frames`).
+for each receiver to the receiver's PULL socket. Whispers go between Unix sockets past ZeroMQ, whose
+own thread would wake up for them on both sides (`_Quiet`). Bulk reads have plain sockets of their
+own, at addresses of the same form (`stream_frames`).
 
 Nothing here is authenticated, so every address that other machines could reach is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import logging
 import math
+import socket as sockets
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
@@ -47,6 +50,8 @@ _RECEIVE_QUEUE = 256
 PEERS_MAX = 4096
 
 _LINGER_MS = 200
+# A whisper that is longer is said aloud.
+_WHISPER_BYTES_MAX = 1 << 16
 
 
 class ZmqNetwork(Network):
@@ -123,6 +128,51 @@ class _Outbox:
         return True
 
 
+class _Quiet:
+    """A datagram socket that nobody waits for, in a file beside the Unix socket of the endpoint.
+
+    What does not find its way says so: no such file, nobody there, a full queue (unix(7), the
+    system's max_dgram_qlen).
+    """
+
+    def __init__(self, address: str) -> None:
+        self._socket = sockets.socket(sockets.AF_UNIX, sockets.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._path: Path | None = None
+        path = _quiet_path(address)
+        if path is not None:
+            # Without one, others speak aloud: where its name is too long, for example.
+            with contextlib.suppress(OSError, ConfigError):
+                private_socket_path(path)
+                path.unlink(missing_ok=True)  # an earlier one's, that was killed
+                self._socket.bind(str(path))
+                self._path = path
+
+    def send(self, address: str, payload: bytes) -> bool:
+        """Whether it lies in the receiver's queue."""
+        path = _quiet_path(address)
+        if path is None or len(payload) > _WHISPER_BYTES_MAX:
+            return False
+        try:
+            self._socket.sendto(payload, str(path))
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> list[bytes]:
+        messages: list[bytes] = []
+        with contextlib.suppress(BlockingIOError):
+            while self._path is not None and len(messages) < _RECEIVE_QUEUE:
+                messages.append(self._socket.recv(_WHISPER_BYTES_MAX))
+        return messages
+
+    def close(self) -> None:
+        self._socket.close()
+        path, self._path = self._path, None
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
 class ZmqEndpoint(Endpoint):
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], hint: str) -> None:
         self._context = context
@@ -131,6 +181,7 @@ class ZmqEndpoint(Endpoint):
         self._inbox.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
         self._address = _bind(self._inbox, hint)
         self._outboxes: OrderedDict[str, _Outbox] = OrderedDict()
+        self._quiet = _Quiet(self._address)
         self._waker = Waker()
         self._dropped = 0
 
@@ -149,11 +200,17 @@ class ZmqEndpoint(Endpoint):
             )
         self._dropped += not self._outbox(address).send(payload)
 
+    def whisper(self, address: str, payload: bytes) -> None:
+        self._outbox(address)  # which has checked the address
+        if not self._quiet.send(address, payload):
+            self.send(address, payload)
+
     def receive(self, timeout_s: float) -> list[bytes]:
-        if not self._inbox.poll(_milliseconds(timeout_s)):
-            return []
-        messages: list[bytes] = []
-        while len(messages) < _RECEIVE_QUEUE:
+        messages = self._quiet.receive()
+        if timeout_s > 0 and not messages:
+            self._inbox.poll(_milliseconds(timeout_s))
+        # Asking first: to be told by an exception that there is none costs more than all the rest.
+        while len(messages) < _RECEIVE_QUEUE and self._has_message:
             try:
                 frames = self._inbox.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -175,6 +232,12 @@ class ZmqEndpoint(Endpoint):
             self._waker.clear()
         return [fd for fd in wanted - {self._waker.fileno()} if fd in ready]
 
+    @property
+    def _has_message(self) -> bool:
+        events = self._inbox.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        return bool(events & zmq.POLLIN)
+
     def wake(self) -> None:
         self._waker.wake()
 
@@ -187,6 +250,7 @@ class ZmqEndpoint(Endpoint):
         for outbox in self._outboxes.values():
             outbox.socket.close(linger=_LINGER_MS)
         self._outboxes.clear()
+        self._quiet.close()
         self._waker.close()
         _close_bound(self._inbox, self._address)
 
@@ -227,6 +291,12 @@ def _bind(socket: zmq.Socket[bytes], hint: str) -> str:
         socket.close()
         raise
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _quiet_path(address: str) -> Path | None:
+    """Where an endpoint hears whispers; None if it does not."""
+    scheme, _, path = address.partition("://")
+    return Path(f"{path}q") if scheme == "ipc" else None
 
 
 def _close_bound(socket: zmq.Socket[bytes], address: str) -> None:

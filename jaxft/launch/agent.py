@@ -5,7 +5,8 @@ store has changed), take note of it, ask `membership` what is to be done, do tha
 there; here they are performed. Whatever fails is tried again with the next turn of the loop, since
 the decision is still the same then.
 
-Two threads beside the loop renew the lease and follow the store (`registration`).
+A thread beside the loop renews the lease and follows the store (`registration`). It wakes up for
+that now and then in any case, so it also looks whether the SMP stands still, and the loop sleeps.
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ from jaxft.launch.probe import answering
 from jaxft.launch.progress import ProgressLog
 from jaxft.launch.ranks import Ranks
 from jaxft.launch.registration import Registration, StoreWatcher
-from jaxft.launch.smp_process import LOOK_S, Died, Happening, SnapshotProcess, Up
+from jaxft.launch.smp_process import Died, Happening, SnapshotProcess, Up
 from jaxft.launch.store import Store
 from jaxft.launch.stores import open_store
 from jaxft.status.events import EventLog
 
-# How often the clock is looked at while something is waited for, and while nothing is; what must
-# be quick (a process that ends, a message, a change in the store) wakes the loop itself.
+# How often the clock is looked at while something is waited for, and at least while nothing is;
+# what must be quick (a process that ends, a message, a change in the store) wakes the loop itself.
 TICK_S = 0.25
-CALM_S = LOOK_S
+CALM_S = 10.0
 TURNS_MAX = 20
 PROBE_EVERY_S = 1.0
 WONDER_S = 1.0
@@ -159,7 +160,7 @@ class Agent:
 
     def _loop(self, store: Store) -> JobEnd:
         while True:
-            self._wait(CALM_S if self._is_calm() else TICK_S)
+            self._wait(self._left_s())
             if self._signal:
                 raise Interrupted(self._signal)
             for happening in self._smp.poll():
@@ -171,10 +172,10 @@ class Agent:
             if end is not None:
                 return end
 
-    def _is_calm(self) -> bool:
-        """Is nothing waited for that only the clock can bring?"""
+    def _left_s(self) -> float:
+        """How long nothing comes that only the clock can bring."""
         registration, watcher = self._registration, self._watcher
-        return (
+        calm = (
             registration is not None
             and watcher is not None
             and watcher.view() is not None
@@ -184,6 +185,11 @@ class Agent:
             and self._progress.is_written
             and not self._ranks.is_chatty
         )
+        if registration is None or not calm:
+            return TICK_S
+        # It may stay away without a word, and this host may not go on without it for longer.
+        left_s = self.options.store_grace_s - registration.silent_s()
+        return max(TICK_S, min(CALM_S, left_s))
 
     def _wait(self, timeout_s: float) -> None:
         poller = select.poll()
@@ -248,8 +254,6 @@ class Agent:
             self._persisting.kill()
             self._ranks.kill()
         finally:
-            if self._registration is not None:
-                self._registration.release()
             if self._watcher is not None:
                 self._watcher.close()
             self._smp.stop()
@@ -289,7 +293,13 @@ class Agent:
         )
         if self._registration is None:
             self._registration = Registration(store, self.options.lease_s)
-            self._watcher = StoreWatcher(store, self._wake)
+            self._watcher = StoreWatcher(
+                store,
+                self._registration,
+                look=self._smp.look,
+                look_s=self._smp.look_s,
+                wake=self._wake,
+            )
         self._register()
         self._events.emit("registered", address=welcome.address, generation=self._entered)
         if self._generation is not None:

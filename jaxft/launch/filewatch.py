@@ -89,6 +89,11 @@ class FileWatch:
         self._watched: tuple[int, int] | None = None
         self._inotify = _Inotify()
 
+    @property
+    def is_watching(self) -> bool:
+        """Is every write from the last `clear` on heard of?"""
+        return self._watched is not None
+
     def clear(self) -> None:
         """Forgets what was written so far; whoever waits looks after this and before `wait`."""
         if any(mask != IN_MODIFY for mask in self._inotify.take()):

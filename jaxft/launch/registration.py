@@ -1,7 +1,10 @@
-"""This host's presence in the store, and what the store says: each kept by a thread of its own.
+"""This host's presence in the store, and what the store says: both kept by one thread.
 
 Rules
-- A lease is renewed by a thread that does nothing else, so a busy agent does not lose it.
+- The thread waits for nothing but the store, so a busy agent does not lose its lease.
+- It wakes up when the store has changed, and else only when the lease is to be renewed: leases are
+  looked at then, and whatever else has its time. A renewal comes before all of that.
+- A renewal that fails is tried again RETRIES_A_PAUSE times before the next one would be due.
 - How long this host may go on without the store is counted from when the last renewal that
   succeeded was *sent*, by the clock that also counts while the machine sleeps.
 - What is registered is state: a change that the store did not take is tried again with the next
@@ -11,6 +14,7 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,8 +24,8 @@ from jaxft.group.records import HOST, HostRecord, View, read_view
 from jaxft.group.world import encode
 from jaxft.launch.store import Entry, Lease, Store
 
-RENEWALS_A_LEASE = 4
-WATCH_S = 1.0
+RENEWALS_A_LEASE = 3
+RETRIES_A_PAUSE = 4
 RETRY_S = 0.1
 
 
@@ -31,11 +35,11 @@ def boot_s() -> float:
 
 
 class Registration:
-    """Keeps this host's record in the store, under a lease, until released.
+    """This host's record in the store, under a lease, until released.
 
     Args:
         store: of the job.
-        lease_s: how long the record outlives its last renewal.
+        lease_s: how long the record outlives its last renewal; `renew` is called when it is due.
     """
 
     def __init__(self, store: Store, lease_s: float) -> None:
@@ -46,9 +50,9 @@ class Registration:
         self._written: HostRecord | None = None
         self._taken_by = ""
         self._renewed_s = boot_s()
+        self._due_s = math.inf
+        self._released = False
         self._lock = threading.Lock()
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="jaxft-lease", daemon=True)
 
     @property
     def record(self) -> HostRecord | None:
@@ -59,10 +63,24 @@ class Registration:
         """Registers, or changes what is registered; tried again until it succeeds."""
         with self._lock:
             self._record = record
-            with contextlib.suppress(StoreError):
-                self._write()
-        if self._thread.ident is None:
-            self._thread.start()
+        self.renew()
+
+    @property
+    def due_s(self) -> float:
+        """When to call `renew`, monotonic time."""
+        return self._due_s
+
+    def renew(self) -> bool:
+        """Brings the store up to date and renews the lease; whether that succeeded."""
+        with self._lock:
+            pause_s = self._lease_s / RENEWALS_A_LEASE
+            began_s = time.monotonic()
+            try:
+                kept = self._write()
+            except StoreError:
+                kept = False
+            self._due_s = began_s + (pause_s if kept else pause_s / RETRIES_A_PAUSE)
+            return kept
 
     @property
     def taken_by(self) -> str:
@@ -83,36 +101,31 @@ class Registration:
         return boot_s() - self._renewed_s
 
     def release(self) -> None:
-        """Takes the record away and ends the thread."""
-        self._ending.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        """Takes the record away, for good."""
         with self._lock, contextlib.suppress(StoreError):
+            self._released = True
             if self._lease is not None:
                 self._lease.release()
             self._lease = None
 
-    def _keep(self) -> None:
-        while not self._ending.wait(self._lease_s / RENEWALS_A_LEASE):
-            with self._lock, contextlib.suppress(StoreError):
-                self._write()
-
-    def _write(self) -> None:
-        """Brings the store up to date and renews the lease."""
-        assert self._record is not None
+    def _write(self) -> bool:
+        """Whether the record is there, as it is to be."""
+        if self._record is None or self._released or self._taken_by:
+            return False
         sent_s = boot_s()
         if self._lease is not None and not self._lease.renew():
             self._lease = None
             if self._is_taken():
-                return
+                return False
         if self._lease is None:
             value = encode(self._record)
             self._lease = self._store.lease(f"{HOST}{self._record.host}", value, self._lease_s)
         elif self._record != self._written and not self._lease.update(encode(self._record)):
             self._lease = None
-            return
+            return False
         self._written = self._record
         self._renewed_s = sent_s
+        return True
 
     def _is_taken(self) -> bool:
         """A lapsed lease is renewed, one that somebody else took is not."""
@@ -123,21 +136,35 @@ class Registration:
             other = read_view({key: entry}).hosts[self._record.host]
             if other.agent != self._record.agent:
                 self._taken_by = other.agent
-                self._ending.set()
                 return True
         return False
 
 
 class StoreWatcher:
-    """Follows the store in a thread, and wakes the agent when it has changed.
+    """Follows the store in a thread, keeps this host registered, and wakes the agent when there is
+    something new.
 
     Args:
         store: of the job.
+        registration: to be renewed.
+        look: called from the thread every `look_s` at least; whether the agent is to be woken.
         wake: called from the thread.
     """
 
-    def __init__(self, store: Store, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        registration: Registration,
+        *,
+        look: Callable[[], bool],
+        look_s: float,
+        wake: Callable[[], None],
+    ) -> None:
         self._store = store
+        self._registration = registration
+        self._look = look
+        self._look_s = look_s
+        self._looked_s = 0.0
         self._wake = wake
         self._reading = threading.Lock()  # so that no read overtakes a later one
         self._lock = threading.Lock()
@@ -145,7 +172,7 @@ class StoreWatcher:
         self._view: View | None = None
         self._error: StoreError | None = None
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="jaxft-store", daemon=True)
+        self._thread = threading.Thread(target=self._follow, name="jaxft-store", daemon=True)
         self._thread.start()
 
     @property
@@ -170,19 +197,35 @@ class StoreWatcher:
                 self._entries, self._view, self._error = entries, None, None
 
     def close(self) -> None:
+        """Takes this host's record away and ends the thread, which that wakes up."""
         self._ending.set()
+        self._registration.release()
         self._thread.join()
 
-    def _watch(self) -> None:
+    def _follow(self) -> None:
         changed = True
         while not self._ending.is_set():
+            self._mind_time()
             try:
                 if changed:
                     self.refresh()
                     self._wake()
-                changed = self._store.changed(WATCH_S)
+                changed = self._store.changed(self._left_s())
             except StoreError as error:
                 self._error = error
                 changed = True
                 self._wake()
                 self._ending.wait(RETRY_S)
+
+    def _mind_time(self) -> None:
+        """Does what is due, and looks in any case, since this thread is awake."""
+        self._looked_s = time.monotonic()
+        due = self._looked_s >= self._registration.due_s
+        failed = due and not self._registration.renew()
+        if self._look() or failed:
+            self._wake()
+
+    def _left_s(self) -> float:
+        """How long nothing is due."""
+        due_s = min(self._registration.due_s, self._looked_s + self._look_s)
+        return max(0.0, due_s - time.monotonic())

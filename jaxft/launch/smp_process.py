@@ -12,7 +12,8 @@ Rules
   shorter than a rank waits for an outcome. From `silence_s` on snapshots are held, so no other
   host's ranks wait for it.
 - The time that this process itself stood still counts against nobody.
-- `poll` is to be called every LOOK_S, and whenever one of `fds` is readable.
+- `look` is to be called every `look_s`, by any thread. `poll` is to be called when that says so, or
+  one of `fds` is readable, and every fraction of a second while it is not calm.
 - Whoever calls holds the host's lock, so nobody else starts one.
 """
 
@@ -24,6 +25,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -42,7 +44,7 @@ SOCKET = "smp.sock"
 START_S = 30.0
 ANSWER_S = 5.0
 CHECK_S = 2.0
-LOOK_S = 1.0
+LOOK_S_MAX = 2.0
 PAUSE_S = 1.0
 STOP_S = 3.0
 SEND_S = 1.0
@@ -65,6 +67,51 @@ class Died(msgspec.Struct, frozen=True):
 
 
 Happening = Up | Died | protocol.ServerMessage
+
+
+class Turns:
+    """Counts for how long the loop of an SMP has not turned, by looks of any thread.
+
+    Args:
+        look_s: what a look counts at most, so that a pause of this process counts as one.
+    """
+
+    def __init__(self, look_s: float) -> None:
+        self.still_s = 0.0
+        self._fd = -1
+        self._look_s = look_s
+        self._looked_s = time.monotonic()
+        self._lock = threading.Lock()
+
+    def fileno(self) -> int:
+        """The eventfd that it counts its turns in."""
+        if self._fd < 0:
+            self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        return self._fd
+
+    def look(self) -> float:
+        """For how long it has not turned, as far as is known now."""
+        with self._lock:
+            now_s = time.monotonic()
+            gap_s, self._looked_s = now_s - self._looked_s, now_s
+            self.still_s += min(gap_s, self._look_s)
+            if self._fd >= 0:
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._fd)
+                    self.still_s = 0.0
+            return self.still_s
+
+    def begin(self) -> None:
+        """Another one's turns count from now on, or this one's again."""
+        with self._lock:
+            self.still_s = 0.0
+
+    def close(self) -> None:
+        """May be called twice."""
+        with self._lock:
+            fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 class SnapshotProcess:
@@ -91,8 +138,7 @@ class SnapshotProcess:
         self._fds: tuple[int, ...] = ()
         self._how = "started"
         self._deadline_s: float | None = None
-        self._pulse = -1
-        self._still_s = 0.0
+        self._turns = Turns(self.look_s)
         self._polled_s = time.monotonic()
         self._deaths: deque[float] = deque(maxlen=DEATHS_MAX)
         self._unheard = 0
@@ -135,7 +181,16 @@ class SnapshotProcess:
     @property
     def is_calm(self) -> bool:
         """Is it up, with no answer outstanding, and does its loop turn?"""
-        return self.is_sure and self._still_s < self._options.silence_s
+        return self.is_sure and self._turns.still_s < self._options.silence_s
+
+    @property
+    def look_s(self) -> float:
+        """How often to look whether its loop turns."""
+        return min(LOOK_S_MAX, 0.4 * self._options.silence_s)
+
+    def look(self) -> bool:
+        """Looks whether its loop has turned, from any thread; whether it has not for long."""
+        return self._turns.look() >= self._options.silence_s
 
     def fds(self) -> list[int]:
         """What to wait for: its death, and its messages."""
@@ -176,16 +231,12 @@ class SnapshotProcess:
         gap_s, self._polled_s = now_s - self._polled_s, now_s
         if gap_s > PAUSE_S:
             self._deadline_s = self._deadline_s and self._deadline_s + gap_s
-        self._still_s += min(gap_s, LOOK_S)
-        if self._pulse >= 0:
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._pulse)
-                self._still_s = 0.0
+        self.look()
 
     def _mind_silence(self) -> None:
         """Kills one that has not answered in time, or stands still."""
         late = self._deadline_s is not None and time.monotonic() > self._deadline_s
-        still = self.is_up and self._still_s > 2 * self._options.silence_s
+        still = self.is_up and self._turns.still_s > 2 * self._options.silence_s
         if late or still:
             self._say(f"the SMP (pid {self.pid}) does not answer and is killed")
             self.kill()
@@ -207,7 +258,8 @@ class SnapshotProcess:
 
     def kill(self) -> None:
         """SIGKILL; `poll` then sees it dead."""
-        self._deadline_s, self._still_s = None, 0.0
+        self._deadline_s = None
+        self._turns.begin()
         if self._pidfd >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
@@ -225,9 +277,7 @@ class SnapshotProcess:
             _is_readable(self._pidfd, STOP_S)
         self._bury()
         self._let_memory_go()
-        if self._pulse >= 0:
-            os.close(self._pulse)
-        self._pulse = -1
+        self._turns.close()
 
     # -------------------------------------------------------------------- starting
 
@@ -301,11 +351,9 @@ class SnapshotProcess:
 
     def _hello(self, channel: LocalChannel) -> None:
         self._channel = channel
-        if self._pulse < 0:
-            self._pulse = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         with contextlib.suppress(WireError):
             hello = protocol.Hello(role="agent", pid=os.getpid())
-            channel.send(protocol.encode(hello), (self._pulse,), timeout_s=SEND_S)
+            channel.send(protocol.encode(hello), (self._turns.fileno(),), timeout_s=SEND_S)
 
     def _listen(self, channel: LocalChannel) -> list[Happening]:
         happened: list[Happening] = []
@@ -316,7 +364,8 @@ class SnapshotProcess:
                     self._let_memory_go()
                     self._fds, self.welcome = fds, message
                     self._unheard = 0
-                    self._deadline_s, self._still_s = None, 0.0
+                    self._deadline_s = None
+                    self._turns.begin()
                     happened.append(Up(message, self._how))
                     continue
                 for fd in fds:

@@ -29,7 +29,7 @@ from jaxft.host.local import LocalChannel, LocalListener, make_private
 from jaxft.launch.hostdir import Lock, remove
 from jaxft.launch.options import RunOptions
 from jaxft.launch.persisting import Persisting
-from jaxft.launch.smp_process import LOOK_S, SnapshotProcess, Up
+from jaxft.launch.smp_process import SnapshotProcess, Up
 
 TICK_S = 0.1
 ORPHAN_S = 600.0
@@ -101,7 +101,7 @@ class Solo:
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
         calm = self._smp.is_calm and self._script is not None
-        poller.poll(1000 * (LOOK_S if calm else TICK_S))
+        poller.poll(1000 * (self._smp.look_s if calm else TICK_S))
 
     def _shut_down(self) -> None:
         self._listener.close()

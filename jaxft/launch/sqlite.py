@@ -163,14 +163,20 @@ class SqliteStore:
         # Every commit is appended to the log.
         watch = self._seen.watch = self._seen.watch or FileWatch(self._log, POLL_S)
         while True:
-            watch.clear()
-            now_s, known = time.monotonic(), self._seen.writes
-            if self._moved() or self._has_dead(now_s):
-                return True
-            if now_s >= deadline_s:
-                return False
-            if self._seen.writes != known:
-                self._seen.heard_s = float("-inf")
+            now_s = time.monotonic()
+            if not self._seen.quiet:
+                watch.clear()
+                known = self._seen.writes
+                if self._moved() or self._has_dead(now_s):
+                    return True
+                if self._seen.writes != known:
+                    self._seen.heard_s = float("-inf")
+                if now_s >= deadline_s:
+                    # The next call need not look first: what is written from now on is heard of.
+                    unseen = now_s - self._seen.heard_s < UNSEEN_S
+                    self._seen.quiet = watch.is_watching and not unseen
+                    return False
+            self._seen.quiet = False
             until_s = max(now_s, self._look_s)
             if until_s > deadline_s - self._slack_s:
                 until_s = deadline_s
@@ -441,13 +447,15 @@ class _Seen(threading.local):
 
     `revision` is the store's at the thread's last read; `writes` counts those of other connections
     and of this one, up to which the revision was still the same. `heard_s` is when it was told of a
-    write that it has not seen.
+    write that it has not seen. `quiet` is set when its last look saw all that was written, and it
+    would be told of more.
     """
 
     watch: FileWatch | None = None
     revision: int | None = None
     writes: tuple[int, int] | None = None
     heard_s: float = float("-inf")
+    quiet: bool = False
 
 
 class _Locked(StoreError):

@@ -23,8 +23,8 @@ seconds = st.floats(1e-6, 1e4)
 budgets = st.floats(1e-4, 1.0)
 
 
-def measured(cost_s: float, step_s: float, protect_s: float = 0.0) -> Measured:
-    return Measured(cost_s=cost_s, step_s=step_s, protect_s=protect_s)
+def measured(cost_s: float, step_s: float, protect_s: float = 0.0, call_s: float = 0.0) -> Measured:
+    return Measured(cost_s=cost_s, step_s=step_s, protect_s=protect_s, call_s=call_s)
 
 
 def reports(*several: Measured) -> dict[str, Report | None]:
@@ -43,6 +43,9 @@ def reports(*several: Measured) -> dict[str, Report | None]:
         (0.10, measured(0.7, 1.0), 7),
         (0.10, measured(0.010, 0.1, protect_s=0.35), 4),  # not due before it is protected
         (0.10, measured(0.010, 0.1, protect_s=0.30), 3),
+        (0.10, measured(0.300, 1.0, call_s=0.020), 4),  # 0.3 / 0.08
+        (0.10, measured(0.300, 1.0, call_s=0.050), 6),
+        (0.10, measured(0.300, 1.0, call_s=0.700), 6),  # half of the budget, no more
     ],
 )
 def test_the_smallest_interval_within_a_budget(overhead: float, one: Measured, steps: int) -> None:
@@ -111,12 +114,12 @@ def test_a_probe_is_longer_than_a_snapshot_is_on_its_way() -> None:
 
 
 def test_the_dearest_host_decides() -> None:
-    slow, fast = measured(0.030, 0.110, 0.5), measured(0.010, 0.100, 0.9)
-    assert dearest([fast, Measured(), slow]) == measured(0.030, 0.100, 0.9)
+    slow, fast = measured(0.030, 0.110, 0.5, 1e-4), measured(0.010, 0.100, 0.9)
+    assert dearest([fast, Measured(), slow]) == measured(0.030, 0.100, 0.9, 1e-4)
     assert dearest([]) == dearest([Measured()]) == Measured()
     options = RankOptions(overhead=0.01)
     for order in ((slow, fast, Measured()), (Measured(), fast, slow)):
-        assert interval_steps(options, reports(*order), seq=0, before=20) == 30
+        assert interval_steps(options, reports(*order), seq=0, before=20) == 34
 
 
 def test_steps_and_times_ask_for_no_more_than_they_say() -> None:

@@ -36,9 +36,8 @@ def test_hosts_with_nothing_to_do_wake_up_for_signs_of_life_only(make_hosts):
     time.sleep(WATCHED_S)
     often = [wakes(host.process.pid) - count for host, count in zip(hosts, before, strict=True)]
     passed_s = time.monotonic() - began_s
-    # Three signs of life in five seconds; the root hears one from each other host.
-    assert max(often[1:]) <= 1.5 * passed_s + 2, often
-    assert often[0] <= 4 * passed_s + 2, often
+    # Three signs of life in five seconds; what the others answer does not wake the root.
+    assert max(often) <= passed_s + 2, often
 
 
 def test_the_loop_counts_its_turns_where_its_agent_looks(make_hosts):

@@ -148,6 +148,44 @@ def test_messages_arrive_whole_and_apart(transport: Transport) -> None:
     assert sender.dropped == 0
 
 
+def test_a_whisper_arrives_and_where_it_can_be_wakes_nobody(transport: Transport) -> None:
+    sender, receiver = transport.endpoint(), transport.endpoint()
+    sender.whisper(receiver.address, b"first")  # whoever has just begun to listen hears it too
+    eventually(lambda: receiver.receive(0) == [b"first"], "the first")
+    sender.whisper(receiver.address, b"quiet")
+    if transport.name == "ipc":
+        began = time.monotonic()
+        assert receiver.wait([], 0.05) == []
+        assert time.monotonic() - began >= 0.04
+        assert receiver.receive(0) == [b"quiet"]
+        sender.whisper(receiver.address, b"quiet")
+    sender.send(receiver.address, b"aloud")
+    got: list[bytes] = []
+    eventually(lambda: got.extend(receiver.receive(0.1)) or len(got) == 2, "both")
+    assert sorted(got) == [b"aloud", b"quiet"]
+
+
+def test_whispers_that_find_no_room_are_said_aloud(transport: Transport) -> None:
+    sender, receiver = transport.endpoint(), transport.endpoint()
+    sent = [bytes([number]) for number in range(60)] + [b"x" * (1 << 20)]
+    for payload in sent:
+        sender.whisper(receiver.address, payload)
+    got: list[bytes] = []
+    eventually(lambda: got.extend(receiver.receive(0.1)) or len(got) == len(sent), "all")
+    assert sorted(got) == sorted(sent)
+    assert sender.dropped == 0
+
+
+def test_whispers_to_nobody_are_kept_like_other_messages(transport: Transport) -> None:
+    sender = transport.endpoint()
+    address = transport.absent()
+    for _ in range(3):
+        sender.whisper(address, b"m")
+    receiver = transport.endpoint(address)
+    sender.whisper(address, b"now")
+    eventually(lambda: b"now" in receiver.receive(0.1), "heard")
+
+
 def test_receive_waits_no_longer_than_told(transport: Transport) -> None:
     endpoint = transport.endpoint()
     started = time.monotonic()

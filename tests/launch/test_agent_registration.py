@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from jaxft.errors import JobInUse
+from jaxft.errors import JobInUse, StoreError
 from jaxft.group.manifest import SnapshotId
 from jaxft.group.records import (
     END,
@@ -42,6 +42,27 @@ def store(tmp_path: Path) -> Iterator[Store]:
     opened.close()
 
 
+class Kept:
+    """A record as an agent keeps it, and what its thread has said."""
+
+    def __init__(self, store: Store, lease_s: float, look_s: float = 60.0) -> None:
+        self.woken: list[bool] = []
+        self.looks: list[float] = []
+        self.long = False
+        self.registration = Registration(store, lease_s)
+        self.watcher = StoreWatcher(
+            store,
+            self.registration,
+            look=self.look,
+            look_s=look_s,
+            wake=lambda: self.woken.append(True),
+        )
+
+    def look(self) -> bool:
+        self.looks.append(time.monotonic())
+        return self.long
+
+
 def until(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 10
     while not condition():
@@ -55,7 +76,8 @@ def registered(store: Store) -> HostRecord | None:
 
 
 def test_a_record_is_kept_changed_and_released(store: Store) -> None:
-    registration = Registration(store, 0.5)
+    kept = Kept(store, 0.5)
+    registration = kept.registration
     registration.put(RECORD)
     assert registered(store) == RECORD
     deadline_s = time.monotonic() + 1.2
@@ -66,20 +88,23 @@ def test_a_record_is_kept_changed_and_released(store: Store) -> None:
     later = msgspec.structs.replace(RECORD, left=4)
     registration.put(later)
     assert registered(store) == later
-    registration.release()
+    kept.watcher.close()
+    assert registered(store) is None
+    registration.put(RECORD)
     assert registered(store) is None
 
 
 def test_a_record_that_was_lost_is_written_again(store: Store) -> None:
-    registration = Registration(store, 0.3)
-    registration.put(RECORD)
+    kept = Kept(store, 0.3)
+    kept.registration.put(RECORD)
     store.commit({}, {}, [KEY])
     until(lambda: registered(store) == RECORD)
-    registration.release()
+    kept.watcher.close()
 
 
 def test_a_name_that_another_agent_took_is_not_fought_for(store: Store, tmp_path: Path) -> None:
-    registration = Registration(store, 0.3)
+    kept = Kept(store, 0.3)
+    registration = kept.registration
     registration.put(RECORD)
     other = open_store(str(tmp_path / "store.db"), job="j")
     theirs = msgspec.structs.replace(RECORD, agent="2")
@@ -87,15 +112,15 @@ def test_a_name_that_another_agent_took_is_not_fought_for(store: Store, tmp_path
     until(lambda: bool(registration.taken_by))
     with pytest.raises(JobInUse, match=r"another agent \(2\) has registered as this host"):
         registration.silent_s()
-    registration.release()
+    kept.watcher.close()
     assert registered(store) == theirs
     lease.release()
     other.close()
 
 
 def test_a_watcher_sees_what_others_write(store: Store, tmp_path: Path) -> None:
-    woken: list[bool] = []
-    watcher = StoreWatcher(store, lambda: woken.append(True))
+    kept = Kept(store, 5.0, look_s=0.5)
+    watcher = kept.watcher
     until(lambda: watcher.view() is not None)
     other = open_store(str(tmp_path / "store.db"), job="j")
     other.commit({}, {KEY: encode(RECORD)})
@@ -107,7 +132,76 @@ def test_a_watcher_sees_what_others_write(store: Store, tmp_path: Path) -> None:
     (tmp_path / "away.db").rename(tmp_path / "store.db")
     until(lambda: watcher.view() is not None)
     watcher.close()
-    assert woken
+    assert kept.woken
+
+
+def test_a_thread_that_waits_for_the_store_ends_at_once(store: Store) -> None:
+    kept = Kept(store, 60.0)
+    kept.registration.put(RECORD)
+    until(lambda: (view := kept.watcher.view()) is not None and "a" in view.hosts)
+    began_s = time.monotonic()
+    kept.watcher.close()
+    assert time.monotonic() - began_s < 5.0
+    assert registered(store) is None
+
+
+def test_renewals_looks_and_all_else_need_one_wake_up(store: Store) -> None:
+    kept = Kept(store, 0.9, look_s=0.45)
+    kept.registration.put(RECORD)
+    until(lambda: kept.watcher.view() is not None)
+    time.sleep(0.3)
+    began_s, looks, woken = time.monotonic(), len(kept.looks), len(kept.woken)
+    time.sleep(1.5)
+    passed_s = time.monotonic() - began_s
+    # A renewal comes three times a lease, and each wake-up looks.
+    assert len(kept.looks) - looks <= passed_s / 0.3 + 1
+    assert len(kept.woken) == woken
+    assert kept.registration.silent_s() < 0.9
+    kept.watcher.close()
+
+
+def test_looks_go_on_where_the_lease_is_long_and_wake_the_agent(store: Store) -> None:
+    kept = Kept(store, 600.0, look_s=0.05)
+    kept.registration.put(RECORD)
+    until(lambda: len(kept.looks) > 5)
+    until(lambda: kept.watcher.view() is not None)
+    woken, kept.long = len(kept.woken), True
+    until(lambda: len(kept.woken) > woken + 2)
+    kept.watcher.close()
+
+
+class Lost:
+    """A store that takes a lease, and then loses each renewal but every third."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.tries = 0
+        self.taken_s: list[float] = []
+
+    def lease(self, key: str, value: bytes, ttl_s: float) -> Lost:
+        self.real = self.store.lease(key, value, ttl_s)
+        return self
+
+    def renew(self) -> bool:
+        self.tries += 1
+        if self.tries % 3:
+            raise StoreError("lost")
+        self.taken_s.append(time.monotonic())
+        return self.real.renew()
+
+
+def test_a_renewal_that_was_lost_is_tried_again_before_the_next_is_due(store: Store) -> None:
+    lost = Lost(store)
+    registration = Registration(lost, 1.2)  # type: ignore[arg-type]
+    registration.put(RECORD)
+    assert registration.due_s - time.monotonic() > 0.3
+    began_s = time.monotonic()
+    for _ in range(2):
+        assert not registration.renew()
+        assert registration.due_s - time.monotonic() <= 0.1
+    assert registration.renew()
+    assert registration.due_s - began_s <= 0.4 + time.monotonic() - began_s
+    assert registration.silent_s() < 1.2
 
 
 def test_what_an_ended_run_left_is_cleared_and_numbers_go_on(store: Store) -> None:

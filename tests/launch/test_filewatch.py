@@ -113,3 +113,28 @@ def test_a_change_in_the_store_is_noticed_without_polling(
         timer.join()
     mine.close()
     other.close()
+
+
+def test_waits_that_follow_each_other_look_once_each_and_miss_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sqlite, "POLL_S", LONG_S)
+    mine, other = (SqliteStore(tmp_path / "store", job="j") for _ in range(2))
+    mine.read()
+    assert not mine.changed(0.0)
+    looks, look = [], mine._moved
+    monkeypatch.setattr(mine, "_moved", lambda: looks.append(True) or look())
+    for count in range(1, 4):
+        assert not mine.changed(0.01)
+        assert len(looks) == count
+    other.commit({}, {"key": b"1"})
+    for _ in range(2):
+        assert mine.changed(LONG_S)
+    mine.read()
+    other.commit({}, {"key": b"2"})
+    assert mine.changed(0.0)
+    mine.read()
+    mine.commit({}, {"key": b"3"})
+    assert mine.changed(0.0)
+    mine.close()
+    other.close()

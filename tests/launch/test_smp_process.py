@@ -64,10 +64,10 @@ class Watched:
             time.sleep(0.01)
 
     def stands_still(self) -> bool:
-        return self.smp._still_s > 0.2
+        return self.smp._turns.still_s > 0.2
 
     def turns(self) -> bool:
-        return self.smp._still_s == 0.0
+        return self.smp._turns.still_s == 0.0
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.smp.pid, number)
@@ -108,9 +108,10 @@ def test_one_that_is_looked_at_seldom_is_left_alone(watched: Watched, clock: Clo
     for _ in range(5):
         watched.poll_until(watched.turns)
         turned = select.poll()
-        turned.register(watched.smp._pulse, select.POLLIN)
+        turned.register(watched.smp._turns, select.POLLIN)
         assert turned.poll(WAIT_S * 1000)
         clock.ahead_s += 4 * SILENCE_S
+    assert not watched.smp.look()
     assert not watched.smp.poll()
     assert (watched.smp.pid, watched.said) == (pid, [])
 
@@ -123,3 +124,23 @@ def test_an_agent_that_stood_still_itself_kills_nobody(watched: Watched, clock: 
     watched.signal(signal.SIGCONT)
     watched.poll_until(watched.turns)
     assert watched.said == []
+
+
+def test_who_only_looks_is_told_that_it_stands_still_and_poll_ends_it(
+    watched: Watched, clock: Clock
+) -> None:
+    """As the agent's other thread does while its loop sleeps; pauses count as one look each."""
+    watched.signal(signal.SIGSTOP)
+    watched.poll_until(watched.stands_still)
+    looks = 0
+    while not watched.smp.look():
+        clock.ahead_s += 50.0
+        looks += 1
+    assert looks == 2
+    assert not watched.smp.is_calm
+    while not watched.said:
+        clock.ahead_s += 50.0
+        looks += 1
+        assert not watched.smp.poll()
+    assert looks == 5
+    assert watched.said == [f"the SMP (pid {watched.smp.pid}) does not answer and is killed"]

@@ -89,6 +89,23 @@ def test_a_host_that_was_cut_off_is_told_at_once_when_it_is_back() -> None:
     assert not core(stage, "b").keeper._held
 
 
+def test_an_answer_that_is_found_late_counts_from_when_the_root_spoke() -> None:
+    """An SMP leaves answers that say nothing new until it speaks again: a host is not silent for
+    any longer than it says nothing."""
+    stage = idle()
+    a = core(stage, "a").root
+    lost = stage.hold(Status, of="b")
+    heard_s, spoke_s = a.heard_s["b"], a.sent_s
+    stage.until(lambda: a.sent_s > spoke_s and lost.kept, "b has answered")
+    spoke_s = a.sent_s
+    now_s = stage.sim.now + a.heartbeat_s
+    status = lost.kept[-1][0].body
+    a.heard("b", status, now_s)
+    assert heard_s < a.heard_s["b"] == spoke_s < now_s
+    a.heard("b", msgspec.structs.replace(status, version=status.version + 1, settled=False), now_s)
+    assert a.heard_s["b"] == now_s
+
+
 def test_a_decision_that_one_has_not_heard_is_said_again_soon() -> None:
     stage = idle()
     lost = stage.hold(Directive, to="b")
