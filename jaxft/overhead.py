@@ -7,9 +7,10 @@
     save, due:      the next snapshot: what the last one cost is known
 
 Rules
-- A snapshot's cost is its stall, the time in `save` beyond that of a skipped call (waiting for the
-  outcome before is in it), plus what the steps while it was on its way, and the one after, took
-  beyond as many undisturbed ones.
+- A snapshot's cost is its stall, the time in `save` (waiting for the outcome before is in it), plus
+  what the steps while it was on its way, and the one after, took beyond as many undisturbed ones.
+- A call that is not due costs some time too, most where it is one that is measured. What all of
+  them take beyond the usual one is the snapshot's; the usual one comes with every step.
 - A call that is measured is timed from when the state was there: whoever calls `save` while the
   device still computes does not pay for that twice.
 - Medians of the last WINDOW snapshots: a pause, an evaluation, a checkpoint is one figure of many.
@@ -39,11 +40,13 @@ class Auto:
 
     The interval is the smallest number N of steps for which
 
-        cost_s / (N * step_s) <= overhead    and    N * step_s >= protect_s
+        (cost_s + N * call_s) / (N * step_s) <= overhead    and    N * step_s >= protect_s
 
     where, in seconds, `cost_s` is what a snapshot costs the training thread (its stall in `save`,
-    and how much slower steps are while it is on its way), `step_s` what an undisturbed step takes,
-    and `protect_s` the time from `save` to `protected`. All are medians of recent snapshots of each
+    and how much slower steps are while it is on its way), `call_s` what a call of `save` takes that
+    is not due, `step_s` what an undisturbed step takes, and `protect_s` the time from `save` to
+    `protected`. (Where calls alone use up more than half of the budget, N is the smallest for the
+    other half.) All are medians of recent snapshots of each
     rank; the dearest host decides for all. Until they are known, which takes four snapshots, the
     interval is 10 steps. It then at most halves or doubles (and one step) from one snapshot to the
     next, and one interval in eight is long enough for undisturbed steps.
@@ -72,11 +75,14 @@ class Auto:
 @dataclass
 class _Cycle:
     """From one snapshot's begin to the next one's. The outcome came at `decided_s`, and `after`
-    calls of `save` since. `flight` are the disturbed steps and `calm` the undisturbed ones."""
+    calls of `save` since. `flight` are the disturbed steps and `calm` the undisturbed ones;
+    `calls` are those of `save` that were looked at closely and were not due."""
 
     seq: int
     began_s: float
     stall_s: float | None = None
+    calls_s: float = 0.0
+    calls: int = 0
     decided_s: float | None = None
     after: int = 0
     flight_s: float = 0.0
@@ -93,7 +99,8 @@ class Meter:
     """Measures one rank. Times are of one monotonic clock, in seconds; it has none of its own.
 
     For every call of `save`: `called`, then `begins` if it begins a snapshot or `spoil` if it was
-    let pass, then `left`. `decided` comes at any time.
+    let pass, then `left`; or `skipped` alone, where it is not due and nothing is `watching`.
+    `decided` comes at any time.
     """
 
     def __init__(self) -> None:
@@ -136,11 +143,16 @@ class Meter:
             self._take(self._cycle)
         self._cycle = _Cycle(seq, self._called[1])
 
+    def skipped(self, taken_s: float) -> None:
+        """A call took so long that was not due."""
+        self._skips_s.append(taken_s)
+
     def left(self, now_s: float, *, skipped: bool) -> None:
         """The call returns; `skipped`: it was not due."""
         cycle = self._cycle
-        if skipped:
-            self._skips_s.append(now_s - self._called[1])
+        if cycle is not None and skipped:
+            cycle.calls_s += now_s - self._called[1]
+            cycle.calls += 1
         elif cycle is not None and cycle.stall_s is None:
             cycle.stall_s = now_s - cycle.began_s
         self._left_s = now_s
@@ -163,12 +175,12 @@ class Meter:
         """The medians so far; nothing while no snapshot has been measured."""
         if not self._stalls_s:
             return Measured()
-        skip_s = statistics.median(self._skips_s) if self._skips_s else 0.0
-        stall_s = max(0.0, statistics.median(self._stalls_s) - skip_s)
+        stall_s = max(0.0, statistics.median(self._stalls_s))
         return Measured(
             cost_s=stall_s + max(0.0, statistics.median(self._slower_s)),
             protect_s=statistics.median(self._protects_s),
             step_s=self._step_s(),
+            call_s=self._call_s(),
         )
 
     def _take(self, cycle: _Cycle) -> None:
@@ -180,8 +192,13 @@ class Meter:
         self._flight_step_s.append(cycle.flight_s / cycle.flight_steps)
         if cycle.calm_steps:
             self._calm_step_s.append(cycle.calm_s / cycle.calm_steps)
-        self._stalls_s.append(cycle.stall_s)
+        usual_s = (1 + cycle.calls) * self._call_s()
+        self._stalls_s.append(cycle.stall_s + cycle.calls_s - usual_s)
         self._slower_s.append(cycle.flight_s - cycle.flight_steps * self._step_s())
+
+    def _call_s(self) -> float:
+        """What a call takes that is not due and not looked at closely."""
+        return statistics.median(self._skips_s) if self._skips_s else 0.0
 
     def _step_s(self) -> float:
         """What a step takes. While none was seen that no snapshot disturbed, one that was."""

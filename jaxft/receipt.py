@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
@@ -36,22 +37,18 @@ class Receipt:
     A future's `result(timeout)` raises the SnapshotError that says why it could not be.
     """
 
+    id: SnapshotId | None = None
+    skipped: str | None = None
+    wait_s = 0.0
+    stall_s = 0.0
+
     def __init__(self, step: int, code: Code, *, last_failure: JaxftError | None = None) -> None:
         self.step = step
-        self.id: SnapshotId | None = None
         self.code = code
-        self.skipped: str | None = None
-        self.wait_s = 0.0
-        self.stall_s = 0.0
         self.last_failure = last_failure
         self.staged: Future[None] = Future()
         self.protected: Future[None] = Future()
         self.persisted: Future[int] = Future()
-
-    def skip(self, why: str) -> None:
-        """No snapshot was due."""
-        self.skipped = why
-        self.fail(SnapshotSkipped(f"step {self.step} was not saved: {why}"))
 
     def fail(self, error: JaxftError) -> None:
         """Ends every future that is still open with this error."""
@@ -72,8 +69,6 @@ class Receipt:
         _end(self.persisted, step)
 
     def __repr__(self) -> str:
-        if self.skipped is not None:
-            return f"Receipt(step={self.step}, skipped={self.skipped!r})"
         states = ", ".join(
             f"{name}={_state(future)}"
             for name, future in (
@@ -83,6 +78,37 @@ class Receipt:
             )
         )
         return f"Receipt(step={self.step}, id={self.id}, {states})"
+
+
+class SkippedReceipt(Receipt):
+    """The receipt of a call that was not due. Most calls are such: whoever asks for one of its
+    futures makes it."""
+
+    def __init__(self, step: int, code: Code, why: str, last_failure: JaxftError | None) -> None:
+        self.step = step
+        self.code = code
+        self.skipped = why
+        self.last_failure = last_failure
+
+    @functools.cached_property
+    def staged(self) -> Future[None]:  # type: ignore[override]
+        return self._failed()
+
+    @functools.cached_property
+    def protected(self) -> Future[None]:  # type: ignore[override]
+        return self._failed()
+
+    @functools.cached_property
+    def persisted(self) -> Future[int]:  # type: ignore[override]
+        return self._failed()
+
+    def _failed(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_exception(SnapshotSkipped(f"step {self.step} was not saved: {self.skipped}"))
+        return future
+
+    def __repr__(self) -> str:
+        return f"Receipt(step={self.step}, skipped={self.skipped!r})"
 
 
 def _end(future: Future[Any], result: Any = None, *, error: JaxftError | None = None) -> None:

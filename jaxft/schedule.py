@@ -133,6 +133,13 @@ class Schedule:
         # root calls it brings them together again.
         return (self._begun_step if last is None else last.step) + interval
 
+    def skip(self, step: int, now_s: float) -> None:
+        """`save` is called once more, and is known not to be due: nothing was learned since
+        `decide` said that calls before a later step are not."""
+        self.called(step, now_s)
+        self._over_step = step
+        self._over_call = self.calls = self.calls + 1
+
     def enter(self) -> None:
         """`save` is called once more; what that call is, `decide` says."""
         self.calls += 1
@@ -206,6 +213,12 @@ class Schedule:
         """Is it known what becomes of this turn?"""
         turn = self._turn
         return turn.number > number or bool(turn.result or turn.call)
+
+    @property
+    def quiet(self) -> bool:
+        """No snapshot out of turn is asked for: until something is learned, no call is due before
+        `due_step`."""
+        return bool(self._turn.result) and self.due_step is not None
 
     def _find_missed(self) -> Missed | None:
         """Was the next snapshot due at a call that is over?"""

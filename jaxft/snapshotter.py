@@ -30,7 +30,7 @@ from jaxft.device.transfer import (
     Staging,
     check_staging,
     gatherer_for,
-    stage,
+    stage_leaves,
     wait_computed,
 )
 from jaxft.errors import (
@@ -53,7 +53,7 @@ from jaxft.group.world import Code
 from jaxft.host import protocol as p
 from jaxft.host.client import SmpClient, greeting
 from jaxft.overhead import Auto, Meter
-from jaxft.receipt import Receipt
+from jaxft.receipt import Receipt, SkippedReceipt
 from jaxft.restorer import Restored, restore
 from jaxft.schedule import AwaitTurn, Begin, Missed, Schedule, Skip
 from jaxft.startup import leaves_by, rank_options, take_seat
@@ -74,6 +74,14 @@ class _Job(NamedTuple):
     step_s: float
     call: int
     measured: Measured
+
+
+class _Quiet(NamedTuple):
+    """Until something is learned, no call of `save` before step `until` is due, and `why`."""
+
+    until: int
+    why: str
+    code: Code
 
 
 class Snapshotter:
@@ -137,7 +145,8 @@ class Snapshotter:
         self._events = EventLog(config.events_dir(), host=self.env.host, role="rank")
         self._plans = PlanCache()
         self._gatherer = gatherer_for(self.staging)
-        self._lock = threading.Lock()  # guards the next five, which both threads change
+        self._lock = threading.Lock()  # guards the next six, which both threads change
+        self._quiet: _Quiet | None = None
         self._schedule = Schedule()
         self._meter = Meter() if isinstance(every, Auto) else None
         self._receipts: dict[int, Receipt] = {}
@@ -238,7 +247,8 @@ class Snapshotter:
                 str, bytes, and lists and dicts of these), for example a data iterator's position.
 
         Returns:
-            A Receipt. A call that is not due is `skipped`, on every rank alike. What goes wrong
+            A Receipt. A call that is not due is `skipped`, on every rank alike, and does not look
+            at the state; it takes some microseconds. What goes wrong
             with a snapshot never raises here: its receipt says so, and so does the next call's
             `last_failure`. While snapshots are held, because a host's SMP does not hear the root's,
             a due call begins none and does not wait, and its futures raise SnapshotAborted.
@@ -248,68 +258,111 @@ class Snapshotter:
             MemoryLimitError: the first call, where `restore` was not called and slots do not fit.
         """
         began_s = time.monotonic()
+        if type(step) is not int:
+            step = _check_step(step)
+        receipt = self._skip(step, began_s)
+        if receipt is not None:
+            receipt.stall_s = time.monotonic() - began_s
+            if self._meter is not None:
+                self._meter.skipped(receipt.stall_s)
+            return receipt
         with TraceAnnotation("jaxft.save"):  # what a profile of the training shows it as
-            receipt = self._save(step, state, extras)
+            receipt = self._save(step, state, extras, began_s)
         receipt.stall_s = time.monotonic() - began_s
         return receipt
 
-    def _save(self, step: int, state: Any, extras: Any) -> Receipt:
+    def _skip(self, step: int, now_s: float) -> Receipt | None:
+        """A call that is known not to be due. Most calls are, each just after a step that has left
+        cold caches: nothing is touched that is not needed."""
+        with self._lock:
+            quiet = self._quiet
+            if quiet is None or step >= quiet.until:
+                return None
+            self._schedule.skip(step, now_s)
+        if self._events.is_on:
+            self._events.emit("save_skipped", step=step, due_step=quiet.until)
+        return SkippedReceipt(step, quiet.code, quiet.why, self._last_failure)
+
+    def _save(self, step: int, state: Any, extras: Any, now_s: float) -> Receipt:
         if self._closed:
             raise ConfigError("save was called after close")
-        step = _check_step(step)
         encoded = encode_extras(extras)
         if not self._begun:
             self._begin(state)
-        self._schedule.called(step, time.monotonic())
-        receipt = Receipt(step, self.code, last_failure=self._last_failure)
+            now_s = time.monotonic()
+        self._schedule.called(step, now_s)
         with self._lock:
+            self._quiet = None
             self._schedule.enter()
-        self._meter_called(step, state)
-        plan = None
+        self._meter_called(step, state, now_s)
+        planned = None
         if self._schedule.is_due(step):  # a tree that cannot be saved is refused before it begins
-            plan = self._plans.get(state)
-        decision = self._decide(receipt)
+            planned = self._plans.find(state)
+        decision, receipt = self._decide(step)
         if isinstance(decision, Skip):
             self._events.emit("save_skipped", step=step, due_step=decision.due_step)
-            receipt.skip(f"the next snapshot is due at step {decision.due_step}")
         elif isinstance(decision, Begin):
-            plan = plan or self._plans.get(state)
-            self._begin_snapshot(receipt, decision.seq, plan, state, encoded)
-        if self._meter is not None:
-            with self._lock:
+            plan, values = planned or self._plans.find(state)
+            self._begin_snapshot(receipt, decision.seq, plan, values, encoded)
+        with self._lock:
+            if self._meter is not None:
                 self._meter.left(time.monotonic(), skipped=isinstance(decision, Skip))
+            self._find_quiet(receipt)
         return receipt
 
-    def _meter_called(self, step: int, state: Any) -> None:
+    def _find_quiet(self, receipt: Receipt) -> None:
+        """Are the calls after this one, which was skipped, known not to be due?"""
+        until = self._schedule.due_step
+        if receipt.skipped is None or until is None or not self._schedule.quiet:
+            return
+        if self._meter is None or not self._meter.watching:
+            self._quiet = _Quiet(until, _why_not(until), receipt.code)
+
+    def _meter_called(self, step: int, state: Any, now_s: float) -> None:
         """A step that is measured ends when its state is there."""
         if self._meter is None:
             return
-        if self._meter.watching or self._schedule.is_due(step):
-            wait_computed(state)
+        is_measured = self._meter.watching or self._schedule.is_due(step)
+        if is_measured and wait_computed(state):
+            now_s = time.monotonic()
         with self._lock:
-            self._meter.called(step, time.monotonic())
+            self._meter.called(step, now_s)
 
-    def _decide(self, receipt: Receipt) -> Skip | Begin | None:
+    def _decide(self, step: int) -> tuple[Skip | Begin | None, Receipt]:
         """What this call is. One that is due waits for the outcome of the snapshot before, unless
         snapshots are held; None: it ends without, and its receipt says why."""
         assert self.client.settled is not None, "it is waited for before the first save"
         self._schedule.first_interval = self.client.settled.interval
         began_s = time.monotonic()
+        wait_s = 0.0
         while True:
             with self._lock:
-                decision = self._schedule.decide(receipt.step, held=bool(self.client.held))
+                decision = self._schedule.decide(step, held=bool(self.client.held))
             if isinstance(decision, Skip | Begin):
-                return decision
+                return decision, self._receipt(step, wait_s, decision)
+            error: JaxftError | None = None
             try:
                 if isinstance(decision, AwaitTurn):
                     self._wait_for_turn(decision.number, began_s + self.save_wait_s)
                 else:
                     self._wait_for(decision.seq, began_s + self.save_wait_s)
-            except JaxftError as error:
+            except JaxftError as failure:
+                error = failure
+            wait_s = time.monotonic() - began_s
+            if error is not None:
+                receipt = self._receipt(step, wait_s)
                 self._let_pass(receipt, error)
-                return None
-            finally:
-                receipt.wait_s = time.monotonic() - began_s
+                return None, receipt
+
+    def _receipt(self, step: int, wait_s: float, decision: Skip | Begin | None = None) -> Receipt:
+        receipt: Receipt
+        if isinstance(decision, Skip):
+            why = _why_not(decision.due_step)
+            receipt = SkippedReceipt(step, self.code, why, self._last_failure)
+        else:
+            receipt = Receipt(step, self.code, last_failure=self._last_failure)
+        receipt.wait_s = wait_s
+        return receipt
 
     def _wait_for_turn(self, number: int, deadline_s: float) -> None:
         """Waits until it is known which call snapshot out of turn `number` is to be. If that does
@@ -365,7 +418,7 @@ class Snapshotter:
             self.client.say(told, open_as="missed")
 
     def _begin_snapshot(
-        self, receipt: Receipt, seq: int, plan: Plan, state: Any, extras: bytes
+        self, receipt: Receipt, seq: int, plan: Plan, values: list[Any], extras: bytes
     ) -> None:
         """Holds the state's bytes, and leaves the rest to the background thread."""
         step = receipt.step
@@ -384,7 +437,7 @@ class Snapshotter:
             return
         staged: StagedLeaves | StagingError
         try:
-            staged = stage(plan, state, self.staging, self._gatherer)
+            staged = stage_leaves(plan, values, self.staging, self._gatherer)
         except StagingError as error:
             self._fail(receipt, error)
             staged = error
@@ -505,6 +558,7 @@ class Snapshotter:
     def _learn(self, outcome: Outcome) -> None:
         """What the schedule makes of an outcome; calls of `save` that wait for it go on."""
         with self._lock:
+            self._quiet = None
             unbegun = outcome.seq >= self._schedule.seq and not outcome.ok
             missed = self._schedule.learn(outcome)
             if self._meter is not None:
@@ -522,6 +576,7 @@ class Snapshotter:
     def _turn_told(self, turn: Turn) -> None:
         """The root asks for the last call of `save`, or names the one that is to be a snapshot."""
         with self._lock:
+            self._quiet = None
             answer, missed = self._schedule.hear(turn)
         self.client.notify()
         if answer is not None:
@@ -606,7 +661,8 @@ class Snapshotter:
         """
         if self._closed:
             return
-        self._closed = True
+        with self._lock:
+            self._closed, self._quiet = True, None
         deadline_s = time.monotonic() + timeout_s
         self._jobs.put(None)
         self._worker.join(timeout_s)
@@ -652,6 +708,10 @@ def _check_seconds(name: str, value: float) -> float:
     if not value > 0:
         raise ConfigError(f"{name}={value!r}: expected more than 0 seconds")
     return value
+
+
+def _why_not(due_step: int) -> str:
+    return f"the next snapshot is due at step {due_step}"
 
 
 def _check_step(step: Any) -> int:

@@ -97,6 +97,25 @@ def running() -> Schedule:
     return schedule
 
 
+def test_it_is_quiet_while_no_snapshot_out_of_turn_is_asked_for(running: Schedule) -> None:
+    assert not Schedule().quiet
+    assert running.quiet
+    running.hear(Turn(number=1))
+    assert not running.quiet
+    running.hear(Turn(number=1, call=6))
+    assert not running.quiet
+    running.hear(Turn(number=1, call=6, result="aborted"))
+    assert running.quiet
+
+
+def test_calls_that_are_known_not_to_be_due_are_counted(running: Schedule) -> None:
+    running.skip(4, 10.0)
+    running.skip(6, 11.0)
+    assert running.step_s == 0.5
+    assert running.hear(Turn(number=1))[0] == TurnAnswer(number=1, call=6)
+    assert running.hear(Turn(number=1, call=6)) == (None, Missed(1, 6, call=6))
+
+
 def test_the_call_after_the_answer_waits_for_the_name(running: Schedule) -> None:
     asked = (TurnAnswer(number=1, call=4), None)
     assert running.hear(Turn(number=1)) == asked

@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,9 +18,10 @@ import pytest
 import jaxft
 from jaxft.errors import ConfigError, SnapshotSkipped
 from jaxft.group.manifest import SnapshotId
-from jaxft.group.messages import Measured
-from jaxft.receipt import Receipt
+from jaxft.group.messages import Measured, Turn
+from jaxft.receipt import Receipt, SkippedReceipt
 from jaxft.schedule import parse_interval
+from jaxft.status.events import EventReader
 from tests.multiprocess.jax_world import WAIT_S
 from tests.multiprocess.lone import Lone
 
@@ -61,6 +63,30 @@ def test_every_so_many_steps(lone: Lone) -> None:
         assert snapshotter.latest == 10
 
 
+def test_a_call_that_is_known_not_to_be_due_looks_at_nothing(
+    lone: Lone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until something is heard: then the next call is looked at closely."""
+    monkeypatch.setenv("JAXFT_EVENTS", str(tmp_path))
+    with lone.open(every=100) as snapshotter:
+        assert snapshotter.restore(STATE) is None
+        snapshotter.save(1, STATE).protected.result(WAIT_S)
+        receipts = [snapshotter.save(step, STATE) for step in (2, 3)]
+        receipts += [snapshotter.save(step, object(), object()) for step in (4, 5)]
+        for receipt in receipts:
+            assert isinstance(receipt, Receipt)
+            assert receipt.skipped == "the next snapshot is due at step 101"
+            assert (receipt.id, receipt.code) == (None, snapshotter.code)
+            assert receipt.stall_s > receipt.wait_s == 0
+            assert receipt.staged is receipt.staged
+        snapshotter._turn_told(Turn(number=1, call=7))
+        assert snapshotter.save(6, STATE).skipped is not None
+        assert snapshotter.save(7, STATE).id is not None
+    events = EventReader(tmp_path).poll()
+    skipped = [event["step"] for event in events if event["event"] == "save_skipped"]
+    assert skipped == [2, 3, 4, 5, 6]
+
+
 def test_a_leaf_without_bytes_is_refused_and_the_next_snapshot_is_taken(lone: Lone) -> None:
     x = jnp.arange(8.0)
     struct = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
@@ -85,7 +111,7 @@ def test_what_fails_in_another_way_while_it_is_held_ends_the_snapshot_too(
             def interrupted(*_: object) -> None:
                 raise KeyboardInterrupt
 
-            patched.setattr("jaxft.snapshotter.stage", interrupted)
+            patched.setattr("jaxft.snapshotter.stage_leaves", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 snapshotter.save(1, STATE)
         snapshotter.save(2, STATE).protected.result(WAIT_S)
@@ -345,8 +371,7 @@ def test_a_receipt_can_be_read(lone: Lone) -> None:
     receipt.protect()
     receipt.fail(jaxft.SnapshotError("x"))
     assert repr(receipt) == "Receipt(step=5, id=2.7, staged=yes, protected=yes, persisted=no)"
-    skipped = Receipt(6, code)
-    skipped.skip("not due")
+    skipped = SkippedReceipt(6, code, "not due", None)
     assert repr(skipped) == "Receipt(step=6, skipped='not due')"
     with lone.open(every=1) as snapshotter:
         assert snapshotter.save(1, STATE).code.parity == 0  # a lone host

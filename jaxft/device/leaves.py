@@ -259,9 +259,15 @@ def decode_literal(leaf: Leaf) -> Any:
     return np.frombuffer(leaf.literal, dtype)[0] if dtype.itemsize else dtype.type()
 
 
-def with_literals(described: tuple[Leaf, ...], values: list[Any]) -> tuple[Leaf, ...]:
+def literals_of(described: tuple[Leaf, ...]) -> tuple[int, ...]:
+    """The numbers of the literals among these leaves."""
+    return tuple([number for number, leaf in enumerate(described) if leaf.kind == "literal"])
+
+
+def with_literals(
+    described: tuple[Leaf, ...], values: list[Any], literals: tuple[int, ...]
+) -> tuple[Leaf, ...]:
     """The same leaves, with the values that the literals among them have now."""
-    literals = [number for number, leaf in enumerate(described) if leaf.kind == "literal"]
     if not literals:
         return described
     leaves = list(described)

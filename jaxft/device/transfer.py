@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -35,10 +36,13 @@ from jaxft.device.bits import bits_of
 from jaxft.device.copying import Bytes, PartCopy, Source
 from jaxft.device.garbage import not_collected
 from jaxft.device.gather import NO_MESH, Gatherer
-from jaxft.device.layout import Batch, Owned, Run
-from jaxft.device.leaves import SUB_BYTE_BITS, show, with_literals
+from jaxft.device.layout import Batch, Owned
+from jaxft.device.leaves import show, with_literals
+from jaxft.device.pieces import places_of, way_to_pieces
 from jaxft.device.shards import Plan
-from jaxft.errors import ConfigError, JaxftError, StagingError
+from jaxft.device.sources import UNREACHABLE, GatheredRun, Held, staging_error, unreachable
+from jaxft.device.views import Views
+from jaxft.errors import ConfigError, StagingError
 from jaxft.group.manifest import Leaf
 
 Staging = Literal["view", "pinned_host", "device"]
@@ -46,11 +50,11 @@ Staging = Literal["view", "pinned_host", "device"]
 # Ranges that one compiled program takes: compile time grows faster than their number.
 PROGRAM_RANGES = 256
 
+# From so many batches on, two threads start their programs.
+THREADED_MIN = 8
+
 # Fewer shards than these are looked at sooner than a program has gathered them.
 VIEWS_MIN = 128
-
-# What comes of asking for an array that JAX cannot give, and of asking a struct.
-_UNREACHABLE = (RuntimeError, ValueError, MemoryError, AttributeError, TypeError)
 
 
 def default_staging() -> Staging:
@@ -77,15 +81,34 @@ def gatherer_for(staging: Staging) -> Gatherer:
     return Gatherer(memory_kind, shards_min=VIEWS_MIN if staging == "view" else 0)
 
 
-def wait_computed(tree: Any) -> None:
+def wait_computed(tree: Any) -> bool:
     """Waits until whatever still computes a tree's arrays is done; `stage` says what is wrong with
-    one that could not be."""
+    one that could not be.
+
+    Returns:
+        Whether there was anything to wait for.
+    """
     with contextlib.suppress(RuntimeError):
-        jax.block_until_ready(tree)  # type: ignore[no-untyped-call]
+        for leaf in jax.tree_util.tree_leaves(tree):
+            is_ready = getattr(leaf, "is_ready", None)
+            if is_ready is not None and not is_ready():
+                jax.block_until_ready(tree)  # type: ignore[no-untyped-call]
+                return True
+        return False
+    return True
 
 
 def stage(
     plan: Plan, tree: Any, staging: Staging, gatherer: Gatherer | None = None
+) -> StagedLeaves:
+    """Holds the owned ranges of a tree, so that it may be donated or changed: `stage_leaves`."""
+    values, treedef = jax.tree_util.tree_flatten(tree)
+    assert treedef == plan.treedef, "the plan is of another tree"
+    return stage_leaves(plan, values, staging, gatherer)
+
+
+def stage_leaves(
+    plan: Plan, values: list[Any], staging: Staging, gatherer: Gatherer | None = None
 ) -> StagedLeaves:
     """Holds the owned ranges of a tree's leaves, so that the tree may be donated or changed.
 
@@ -93,7 +116,7 @@ def stage(
 
     Args:
         plan: the plan of this very tree.
-        tree: the state; its arrays must not have been donated already.
+        values: its leaves; arrays must not have been donated already.
         staging: how the bytes are held.
         gatherer: takes those batches whose programs it has; it is that of the same staging.
 
@@ -103,10 +126,12 @@ def stage(
     """
     check_staging(staging)
     with not_collected():
-        values, treedef = jax.tree_util.tree_flatten(tree)
-        assert treedef == plan.treedef, "the plan is of another tree"
-        leaves = with_literals(plan.leaves, values)
+        leaves = with_literals(plan.leaves, values, plan.literals)
         return StagedLeaves(plan, leaves, _hold(plan, leaves, values, staging, gatherer))
+
+
+# What was held of some leaves; called once, it gives the sources of the part that they are.
+_Taken = Callable[[], Sequence[Source]]
 
 
 def _hold(
@@ -115,179 +140,96 @@ def _hold(
     values: list[Any],
     staging: Staging,
     gatherer: Gatherer | None,
-) -> list[Source]:
-    """The sources of all that the plan owns, by ascending offset."""
-    shards = _Shards(leaves, values)
-    sources: list[Source] = []
-    one_by_one: list[tuple[int, Sequence[Owned]]] = [(-1, plan.singles)]
-    for number, batch in enumerate(plan.batches):
-        gathered = None if gatherer is None else _gather(batch, plan, values, gatherer)
+) -> list[_Taken]:
+    """Holds all that the plan owns."""
+    taken: list[_Taken] = []
+    one_by_one = [-1]
+    for number, gathered in enumerate(_gather_all(plan, values, gatherer)):
         if gathered is None:
-            one_by_one.append((number, [one for run in batch.runs for one in run.owned()]))
+            one_by_one.append(number)
         else:
-            sources += gathered
-    for number, ranges in one_by_one:
-        for program in _programs(plan, number, staging) if staging != "view" else ():
-            outputs = program.run(shards, plan)
-            for owned, output in zip(program.ranges, outputs, strict=True):
-                sources.append(_Held(owned, leaves, output, None))
-        sources += [
-            shards.view(owned, leaves)
-            for owned in ranges
-            if staging == "view" or owned.device is None
-        ]
-    sources.sort(key=attrgetter("offset"))
-    return sources
+            taken.append(functools.partial(_gathered, plan.batches[number], leaves, gathered))
+    if staging != "view":
+        shards = _Shards(plan.leaves, values)
+        for number in one_by_one:
+            for program in _programs(plan, number, staging):
+                taken.append(functools.partial(_copied, program, leaves, program.run(shards, plan)))
+    views = _views(plan, tuple(one_by_one), staging)
+    taken.append(functools.partial(views.sources, views.look(values), leaves))
+    return taken
 
 
-def _gather(batch: Batch, plan: Plan, values: list[Any], gatherer: Gatherer) -> list[Source] | None:
+def _gathered(batch: Batch, leaves: tuple[Leaf, ...], gathered: jax.Array) -> list[Source]:
+    return [GatheredRun(run, leaves, gathered) for run in batch.runs]
+
+
+def _copied(program: _Program, leaves: tuple[Leaf, ...], outputs: list[jax.Array]) -> list[Source]:
+    pairs = zip(program.ranges, outputs, strict=True)
+    return [Held(owned, leaves, output, None) for owned, output in pairs]
+
+
+def _gather_all(plan: Plan, values: list[Any], gatherer: Gatherer | None) -> list[jax.Array | None]:
+    """Every batch as one array, where its program is there. Many of them are started by two
+    threads: JAX lets go of the interpreter lock while it starts a program, so that one thread puts
+    together the arguments of the next."""
+    count = len(plan.batches)
+    found: list[jax.Array | None] = [None] * count
+    if gatherer is None:
+        return found
+    failures: list[BaseException] = []
+
+    def gather(numbers: range) -> None:
+        try:
+            for number in numbers:
+                found[number] = _gather(plan.batches[number], plan, values, gatherer)
+        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
+            failures.append(error)
+
+    if count < THREADED_MIN:
+        gather(range(count))
+    else:
+        other = threading.Thread(target=gather, args=(range(1, count, 2),), daemon=True)
+        other.start()
+        gather(range(0, count, 2))
+        other.join()
+    if failures:
+        raise failures[0]
+    return found
+
+
+def _gather(batch: Batch, plan: Plan, values: list[Any], gatherer: Gatherer) -> jax.Array | None:
     """Takes a batch as one array, if its program is there."""
     try:
-        gathered = gatherer.gather(batch.kind, [values[leaf] for leaf in batch.leaves])
+        return gatherer.gather(batch.kind, [values[leaf] for leaf in batch.leaves])
     except (RuntimeError, ValueError, TypeError, MemoryError) as error:
         arrays = {leaf: values[leaf] for leaf in batch.leaves}
         gone = (n for n, one in arrays.items() if isinstance(one, jax.Array) and one.is_deleted())
         if (leaf := next(gone, None)) is not None:
-            raise _staging_error(plan.leaves[leaf], error) from error
+            raise staging_error(plan.leaves[leaf], error) from error
         if all(isinstance(one, jax.Array) for one in arrays.values()):
             gatherer.refuse(batch.kind, error)
         return None
-    if gathered is None:
-        return None
-    return [_Gathered(run, plan, gathered) for run in batch.runs]
-
-
-class _Held:
-    """The source of one owned range: an array of it, or of its shard, of which `rows` are owned."""
-
-    __slots__ = ("_bytes", "_data", "_leaf", "_rows", "nbytes", "offset")
-
-    def __init__(
-        self,
-        owned: Owned,
-        leaves: tuple[Leaf, ...],
-        data: Any,
-        rows: tuple[int, int] | None,
-    ) -> None:
-        self.offset = owned.range.offset
-        self.nbytes = owned.range.nbytes
-        self._leaf = leaves[owned.range.leaf]
-        self._data = data
-        self._rows = rows
-        self._bytes: Bytes | None = None
-
-    def bytes(self) -> Bytes:
-        """The range's canonical bytes; a view where the array is contiguous."""
-        if self._bytes is None:
-            array = np.asarray(jax.device_get(self._data))
-            if self._rows is not None:
-                array = array[slice(*self._rows)]
-            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-            dtype = self._leaf.dtype
-            self._bytes = data & _mask(dtype) if dtype in SUB_BYTE_BITS else data
-        return self._bytes
-
-    def failed(self, error: BaseException) -> StagingError:
-        return _staging_error(self._leaf, error)
-
-
-class _Gathered:
-    """The source of a run: those rows of a gathered batch that are owned."""
-
-    def __init__(self, run: Run, plan: Plan, gathered: jax.Array) -> None:
-        self.offset = run.offset
-        self.nbytes = run.nbytes
-        self._leaf = plan.leaves[run.leaves[0]]
-        self._run = run
-        self._gathered = gathered
-        self._bytes: Bytes | None = None
-
-    def bytes(self) -> Bytes:
-        if self._bytes is None:
-            device = self._run.piece.device
-            shards = self._gathered.addressable_shards
-            data = next(shard.data for shard in shards if shard.device == device)
-            rows = np.asarray(jax.device_get(data))
-            if len(self._run.members) < len(rows):
-                rows = rows[list(self._run.members)]
-            self._bytes = rows.reshape(-1).view(np.uint8)[: self.nbytes]
-        return self._bytes
-
-    def failed(self, error: BaseException) -> StagingError:
-        return _staging_error(self._leaf, error)
-
-
-def _mask(dtype: str) -> np.uint8:
-    return np.uint8((1 << SUB_BYTE_BITS[dtype]) - 1)
 
 
 class _Shards:
-    """The single-device arrays that a tree's leaves consist of. Each costs some microseconds to
-    reach, and a view of it some more: only those that are owned are."""
+    """The pieces that a tree's leaves consist of, by device."""
 
     def __init__(self, leaves: tuple[Leaf, ...], values: list[Any]) -> None:
         self._leaves = leaves
         self._values = values
         self._places: dict[Sharding, dict[Device, int]] = {}
-        self._views: dict[tuple[int, Any], np.ndarray[Any, Any]] = {}
 
     def on(self, device: Device, leaf: int) -> jax.Array:
         """The shard of a leaf that a device holds, as key data where it is a key."""
-        try:
-            shards = self._array(leaf).addressable_shards
-            found: jax.Array = next(one.data for one in shards if one.device == device)
-        except _UNREACHABLE as error:
-            raise self._failed(leaf, error) from error
-        return found
-
-    def view(self, owned: Owned, leaves: tuple[Leaf, ...]) -> _Held:
-        """Holds a range without a copy if it is a device's, and by a copy if it is NumPy's. Where
-        several devices of this process have the same shard, one view of it is enough."""
-        leaf = owned.range.leaf
-        key = (leaf, owned.shard)
-        view = self._views.get(key)
-        if view is None:
-            try:
-                view = self._views[key] = self._look(leaf, owned.device)
-            except _UNREACHABLE as error:
-                raise self._failed(leaf, error) from error
-        return _Held(owned, leaves, view, owned.rows)
-
-    def _look(self, leaf: int, device: Device | None) -> np.ndarray[Any, Any]:
-        """A view of the shard that the device holds, or of a replica of it."""
-        value = self._array(leaf)
-        if isinstance(value, np.ndarray):
-            return np.array(value, order="C")
-        number = 0 if device is None else self._places_of(value)[device]
-        return np.asarray(value.addressable_data(number))
-
-    def _places_of(self, value: jax.Array) -> dict[Device, int]:
-        """The numbers that the shards of arrays of this sharding have, by device."""
-        places = self._places.get(value.sharding)
-        if places is None:
-            places = {one.device: number for number, one in enumerate(value.addressable_shards)}
-            self._places[value.sharding] = places
-        return places
-
-    def _array(self, leaf: int) -> Any:
-        """The array, as key data where it is a key."""
         value = self._values[leaf]
-        return jax.random.key_data(value) if self._leaves[leaf].kind == "key" else value
-
-    def _failed(self, leaf: int, error: Exception) -> JaxftError:
-        if isinstance(self._values[leaf], jax.ShapeDtypeStruct):
-            return ConfigError(
-                f"leaf {show(self._leaves[leaf].path)} is a ShapeDtypeStruct, which has no bytes "
-                "to save; save the arrays themselves"
-            )
-        return _staging_error(self._leaves[leaf], error)
-
-
-def _staging_error(leaf: Leaf, error: BaseException) -> StagingError:
-    return StagingError(
-        f"leaf {show(leaf.path)} ({leaf.dtype}{list(leaf.shape)}) could not be copied: "
-        f"{type(error).__name__}: {error}"
-    )
+        try:
+            array = jax.random.key_data(value) if self._leaves[leaf].kind == "key" else value
+            places = self._places.get(array.sharding)
+            if places is None:
+                places = self._places[array.sharding] = places_of(array)
+            return way_to_pieces()(array)[places[device]]
+        except UNREACHABLE as error:
+            raise unreachable(self._leaves[leaf], value, error) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,15 +254,26 @@ class _Program:
             ) from error
 
 
+def _ranges_of(plan: Plan, batch: int) -> tuple[Owned, ...]:
+    """What the plan owns of a batch, by number; -1: of no batch."""
+    if batch < 0:
+        return plan.singles
+    return tuple([one for run in plan.batches[batch].runs for one in run.owned()])
+
+
+@functools.lru_cache(maxsize=16)
+def _views(plan: Plan, batches: tuple[int, ...], staging: Staging) -> Views:
+    """What is viewed of these batches: everything, or what is on no device."""
+    ranges = [one for batch in batches for one in _ranges_of(plan, batch)]
+    return Views(plan, [one for one in ranges if staging == "view" or one.device is None])
+
+
 @functools.lru_cache(maxsize=64)
 def _programs(plan: Plan, batch: int, staging: Staging) -> tuple[_Program, ...]:
-    """The programs that copy all that the plan owns on devices of a batch (by number; -1: of no
-    batch), compiled at their first run."""
-    ranges = plan.singles
-    if batch >= 0:
-        ranges = tuple([one for run in plan.batches[batch].runs for one in run.owned()])
+    """The programs that copy all that the plan owns on devices of a batch, or of no batch, compiled
+    at their first run."""
     by_device: dict[Device, list[Owned]] = {}
-    for owned in ranges:
+    for owned in _ranges_of(plan, batch):
         if owned.device is not None:
             by_device.setdefault(owned.device, []).append(owned)
     return tuple(
@@ -360,10 +313,10 @@ class StagedLeaves:
         leaves: every leaf of the tree, with the values of literals.
     """
 
-    def __init__(self, plan: Plan, leaves: tuple[Leaf, ...], sources: list[Source]) -> None:
+    def __init__(self, plan: Plan, leaves: tuple[Leaf, ...], taken: list[_Taken]) -> None:
         self.leaves = leaves
         self._plan = plan
-        self._sources: list[Source] | None = sources
+        self._taken: list[_Taken] | None = taken
 
     def copy_into(
         self,
@@ -386,12 +339,15 @@ class StagedLeaves:
         """
         assert dest.dtype == np.uint8, "a part is bytes"
         assert len(dest) >= self._plan.length, "the part does not fit"
-        sources, self._sources = self._sources, None
-        assert sources is not None, "copied twice"
+        taken, self._taken = self._taken, None
+        assert taken is not None, "copied twice"
+        sources = [source for one in taken for source in one()]
+        del taken
+        sources.sort(key=attrgetter("offset"))
         copy = PartCopy(dest[: self._plan.length], sources, on_progress)
         del sources
         return copy.run()
 
     def release(self) -> None:
         """Lets go of all sources without copying them."""
-        self._sources = None
+        self._taken = None

@@ -45,6 +45,11 @@ class EventLog:
             except OSError as error:
                 raise ConfigError(f"JAXFT_EVENTS={directory} cannot be used: {error}") from error
 
+    @property
+    def is_on(self) -> bool:
+        """Is there a directory?"""
+        return self._fd is not None
+
     def emit(self, event: str, **fields: object) -> None:
         """Appends one event."""
         if self._fd is None:

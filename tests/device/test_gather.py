@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxft.device import transfer
 from jaxft.device.gather import Gatherer
 from jaxft.device.layout import BATCH_SIZES
 from jaxft.device.leaves import SUB_BYTE_BITS
@@ -224,3 +226,29 @@ def test_a_program_that_does_not_fit_is_done_without(caplog: pytest.LogCaptureFi
         assert part_of(plan, tree, gatherer) == part_of(plan, tree, None)
     assert "saved one by one" in caplog.records[0].message
     assert len(caplog.records) == 1
+
+
+def test_many_batches_are_gathered_by_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They give the same part; a leaf that is gone is named, whichever thread comes to it."""
+    monkeypatch.setattr(transfer, "THREADED_MIN", 3)
+    tree = {f"x{n:03d}": jnp.full(n // FEW + 1, n) for n in range(4 * FEW)}
+    plan = make_plan(tree)
+    assert len(plan.batches) == 4
+    gatherer = gatherer_of()
+    gatherer.prepare(plan)
+    threads: set[int] = set()
+    one_by_one = gatherer.gather
+
+    def seen(*args: Any) -> Any:
+        threads.add(threading.get_ident())
+        return one_by_one(*args)
+
+    monkeypatch.setattr(gatherer, "gather", seen)
+    assert part_of(plan, tree, gatherer) == part_of(plan, tree, None)
+    assert len(threads) == 2
+    for number in (FEW - 1, FEW):
+        name = f"x{number:03d}"
+        gone = {**tree, name: tree[name] + 0}
+        gone[name].delete()
+        with pytest.raises(StagingError, match=rf"leaf \['{name}'\].*deleted"):
+            stage(plan, gone, "view", gatherer)

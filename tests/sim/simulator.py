@@ -147,8 +147,8 @@ class Simulator:
     def connected(self, one: str, other: str) -> bool:
         return one == other or frozenset((one, other)) not in self.blocked
 
-    def send(self, envelope: Envelope, address: str) -> None:
-        """Late, lost, doubled, reordered."""
+    def send(self, envelope: Envelope, address: str, late_s: float = 0.0) -> None:
+        """Late, lost, doubled, reordered; `late_s` later than that."""
         self.messages += 1
         for predicate, kept in self.held:
             if predicate(envelope, address):
@@ -161,7 +161,7 @@ class Simulator:
             delay_s = self.soon(0.002, 0.02)
             if self.chance(self.setup.slow):
                 delay_s = self.random.uniform(0.1, 2.0)
-            self.at(delay_s, self._arrive, envelope, address)
+            self.at(late_s + delay_s, self._arrive, envelope, address)
 
     def _arrive(self, envelope: Envelope, address: str) -> None:
         machine = self.by_address[address]

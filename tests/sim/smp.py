@@ -21,6 +21,7 @@ from jaxft.group.messages import (
     Invite,
     ManifestNotice,
     Plan,
+    Status,
 )
 from jaxft.group.world import Generation
 from tests.sim.memory import PIECES, Memory, Parity, checks, damage_found
@@ -49,6 +50,7 @@ class Smp:
         self.rebuilt: dict[tuple[SnapshotId, int], tuple[Manifest, list[int]]] = {}
         self.freezing: int | None = None
         self.cause: int = 0
+        self.said: dict[str, Body] = {}
         self.tick_s = float("inf")
         self._mind_tick(self.sim.now + self.sim.soon(0.05, 0.25))
 
@@ -212,7 +214,16 @@ class Smp:
             arena=self.memory.arena,
             body=body,
         )
-        self.sim.send(envelope, address)
+        last, self.said[address] = self.said.get(address), body
+        quiet = (
+            isinstance(body, Status)
+            and isinstance(last, Status)
+            and msgspec.structs.replace(last, version=body.version) == body
+            and self.core.is_calm(self.sim.now)
+        )
+        # The root takes note of a whisper when it next says something itself.
+        late_s = 0.3 * self.core.timing.silence_s if quiet else 0.0
+        self.sim.send(envelope, address, late_s)
 
     def ranks(self) -> list[Rank]:
         """Those that it talks to: connected, and of the generation it is in."""
