@@ -24,7 +24,7 @@ class Receipt:
         wait_s: how long the call waited for the snapshot before it to be decided, or to know which
             call is to be a snapshot out of turn.
         stall_s: how long the call took, `wait_s` included. A profile (jax.profiler) shows it as
-            "jaxft.save".
+            "jaxft.save" where a snapshot was due.
         last_failure: why the snapshot before this call could not be protected; None if it could, or
             if that is not known yet.
         staged: done when this host's bytes are in its snapshot process: a crash of the ranks loses

@@ -254,7 +254,8 @@ class Snapshotter:
             a due call begins none and does not wait, and its futures raise SnapshotAborted.
 
         Raises:
-            ConfigError: a step that is no integer, an extra or a leaf that cannot be kept.
+            ConfigError: a step that is no integer; in a call that is due, an extra or a leaf that
+                cannot be kept.
             MemoryLimitError: the first call, where `restore` was not called and slots do not fit.
         """
         began_s = time.monotonic()

@@ -193,7 +193,7 @@ def _gather_all(plan: Plan, values: list[Any], gatherer: Gatherer | None) -> lis
         gather(range(0, count, 2))
         other.join()
     if failures:
-        raise failures[0]
+        raise failures.pop(0)  # no longer in a frame that its traceback keeps, with the state
     return found
 
 
