@@ -259,12 +259,7 @@ class _OldSegment:
         return self._check.chunks(start, piece)
 
     def take(self, start: int, digests: list[int]) -> None:
-        wanted = self._check.digests(start, len(digests))
-        self.bad += [
-            start + number * CHUNK
-            for number, pair in enumerate(zip(digests, wanted, strict=True))
-            if pair[0] != pair[1]
-        ]
+        self.bad += self._check.unlike(start, digests)
 
 
 # Called with (offset there, number of bytes) before they are made.

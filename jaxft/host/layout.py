@@ -124,13 +124,15 @@ class ChunkCheck:
         """The offsets of chunks of `data` (which begins at `start`, a multiple of CHUNK) that are
         damaged. One that `data` does not have all bytes of counts as damaged too: pieces are whole
         chunks."""
-        chunks = self.chunks(start, data)
-        wanted = self.digests(start, len(chunks))
-        found = map(digest, chunks)
+        return self.unlike(start, list(map(digest, self.chunks(start, data))))
+
+    def unlike(self, start: int, digests: list[int]) -> list[int]:
+        """The offsets of chunks whose digests, from `start` on, are not what they have to be."""
+        pairs = zip(digests, self.digests(start, len(digests)), strict=True)
         return [
             start + number * CHUNK
-            for number, pair in enumerate(zip(found, wanted, strict=True))
-            if pair[0] != pair[1]
+            for number, (found, wanted) in enumerate(pairs)
+            if found != wanted
         ]
 
 
