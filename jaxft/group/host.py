@@ -9,7 +9,8 @@ from __future__ import annotations
 from jaxft.group import events as e
 from jaxft.group.keeper import Keeper
 from jaxft.group.messages import Directive, Ledger, Status
-from jaxft.group.root import Root, Timing
+from jaxft.group.root import Root
+from jaxft.group.timing import Timing
 
 TICK_S = 0.25
 
@@ -20,7 +21,7 @@ class HostCore:
     def __init__(self, host: str, address: str, ledger: Ledger, timing: Timing) -> None:
         self.host = host
         self.address = address
-        self.keeper = Keeper(host, ledger, silence_s=timing.silence_s)
+        self.keeper = Keeper(host, ledger, timing)
         self.root: Root | None = None
         self.timing = timing
         self._ticked_s = self._woken_s = float("-inf")
@@ -41,14 +42,12 @@ class HostCore:
     def due_s(self, now_s: float) -> float:
         """When the next `Ticked` is due, if nothing else happens before. While nothing is under way
         that is when a word has to be said again, or one that does not come is missed."""
-        silence_s = self.timing.silence_s
-        root = self.root
+        root, timing = self.root, self.timing
         if not self.is_calm(now_s):
             # Silence is counted in ticks, so there have to be several within the shortest.
-            return self._ticked_s + min(TICK_S, silence_s / 8)
-        # So often that it is not taken for a pause of this process.
-        due_s = min(self.keeper.due_s, self._woken_s + silence_s / 3)
-        return due_s if root is None else min(due_s, root.sent_s + root.heartbeat_s)
+            return self._ticked_s + min(TICK_S, timing.silence_s / 8)
+        due_s = min(self.keeper.due_s, self._woken_s + timing.turn_s)
+        return due_s if root is None else min(due_s, root.sent_s + timing.heartbeat_s)
 
     def is_calm(self, now_s: float) -> bool:
         """Is nothing under way, as far as is known here? What was said before is then said again as

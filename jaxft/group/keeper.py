@@ -41,6 +41,7 @@ from jaxft.group.messages import (
     TurnAnswer,
     TurnWish,
 )
+from jaxft.group.timing import Timing
 from jaxft.group.world import Generation, World
 
 LINEAGE_MAX = 64
@@ -53,12 +54,12 @@ class Keeper:
     """The state of one host. `handle` takes an event and returns what is to be done.
 
     Args:
-        silence_s: a root that has not been heard for so long is out of reach.
+        timing: a root that has not been heard for `silence_s` is out of reach.
     """
 
-    def __init__(self, host: str, ledger: Ledger, *, silence_s: float) -> None:
+    def __init__(self, host: str, ledger: Ledger, timing: Timing) -> None:
         self.host = host
-        self.silence_s = silence_s
+        self.timing = timing
         self._awake_s = float("-inf")
         self.ledger = ledger
         self.generation: Generation | None = None
@@ -205,6 +206,8 @@ class Keeper:
     def handle(self, event: e.Event, now_s: float) -> list[e.Effect]:
         """Takes one event at monotonic time `now_s` and returns the effects, in order."""
         self._wake(now_s)
+        if self.is_calm and isinstance(event, e.Heard) and event.body is self.directive:
+            return self._told_again(now_s)
         effects = self._react(event, now_s)
         effects += self._advance(now_s)
         effects += self._mind_root(now_s)
@@ -220,18 +223,17 @@ class Keeper:
         # A holder has no ranks to tell that the root is out of reach.
         if self._root_heard_s is None or self.index is None:
             return due_s
-        return min(due_s, self._root_heard_s + self.silence_s)
+        return min(due_s, self._root_heard_s + self.timing.silence_s)
 
     @property
     def _pause_s(self) -> float:
-        """How long it says nothing, if nothing changes and the root says nothing. Longer than the
-        root's, so that a status answers a directive and needs no time of its own."""
-        return self.silence_s / 3 if self.is_calm else RESEND_S
+        """How long it says nothing, if nothing changes and the root says nothing."""
+        return self.timing.turn_s if self.is_calm else RESEND_S
 
     def _wake(self, now_s: float) -> None:
         """A host that was stopped itself for a while has not missed the root in that time."""
         gap_s, self._awake_s = now_s - self._awake_s, now_s
-        if self._root_heard_s is not None and gap_s > self.silence_s / 2:
+        if self._root_heard_s is not None and gap_s > self.timing.pause_s:
             self._root_heard_s += gap_s
 
     def _react(self, event: e.Event, now_s: float) -> list[e.Effect]:
@@ -721,7 +723,7 @@ class Keeper:
             return []
         if self._root_heard_s is None:
             self._root_heard_s = now_s
-        out_of_reach = now_s - self._root_heard_s > self.silence_s
+        out_of_reach = now_s - self._root_heard_s > self.timing.silence_s
         reason = self._out_of_reach() if out_of_reach else self.directive.held
         if reason == self._held or not self.ledger.settled:
             return []
@@ -740,14 +742,29 @@ class Keeper:
         root = self.generation.hosts[0].host
         return (
             f"the SMP of host {self.host} has not heard that of {root}, the root, for "
-            f"{self.silence_s:g} s: look whether that lives, and at the network between the two"
+            f"{self.timing.silence_s:g} s: look whether that lives, and at the network between the "
+            "two"
         )
 
     # -------------------------------------------------------------------- telling the root
 
+    def _told_again(self, now_s: float) -> list[e.Effect]:
+        """The root shows that it lives, with what it has said before, while nothing is under way.
+        Most turns of an idle host are this one, and find cold caches: nothing is touched that is
+        not needed for an answer."""
+        self._root_heard_s = now_s
+        return self._repeat(now_s) if now_s - self._sent_at_s >= ANSWER_S else []
+
+    def _repeat(self, now_s: float) -> list[e.Effect]:
+        """Sends the last status, for the first time or once more."""
+        if self.generation is None or self._sent_status is None:
+            return []
+        self._sent_at_s = now_s
+        return [e.Send(self.generation.hosts[0].address, self._sent_status)]
+
     def _say(self, now_s: float, event: e.Event) -> list[e.Effect]:
         """Sends the status when it has changed, as an answer to the root, and now and then as a
-        sign of life."""
+        sign of life; only one that has changed has a new version."""
         if self.generation is None or not self.frozen:
             self.is_calm = self._entering is None
             return []
@@ -758,13 +775,12 @@ class Keeper:
         silent_s = now_s - self._sent_at_s
         ticked = isinstance(event, e.Ticked) and silent_s >= self._pause_s
         asked = isinstance(event, e.Heard) and isinstance(event.body, Directive)
-        if not (changed or ticked or (asked and silent_s >= ANSWER_S)):
+        if changed:
+            self._version += 1
+            self._sent_status = msgspec.structs.replace(status, version=self._version)
+        elif not (ticked or (asked and silent_s >= ANSWER_S)):
             return []
-        self._version += 1
-        status = msgspec.structs.replace(status, version=self._version)
-        self._sent_status = status
-        self._sent_at_s = now_s
-        return [e.Send(self.generation.hosts[0].address, status)]
+        return self._repeat(now_s)
 
     def _is_calm(self, status: Status) -> bool:
         """Is nothing under way here, no restore, snapshot, turn or persist, and nothing amiss?"""

@@ -36,22 +36,13 @@ from jaxft.group.messages import (
     StorageEntry,
 )
 from jaxft.group.recovery import Holder, choose
+from jaxft.group.timing import Timing
 from jaxft.group.turn import advance, ended, is_taken, turn_of
 from jaxft.group.world import Generation, Member
 
 RESEND_S = 0.25
 ATTEMPTS_MAX = 8
 ANSWER_S = 10.0
-
-
-class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """`silence_s`: a host not heard for so long is silent, and nobody waits for one that has not
-    learned an outcome for so long. `rejoin_s`: how long to wait for hosts that may bring back a
-    newer committed snapshot before going back further. `persist_s`: how long a persist may take."""
-
-    silence_s: float = 5.0
-    rejoin_s: float = 5.0
-    persist_s: float = 600.0
 
 
 class Root:
@@ -98,13 +89,13 @@ class Root:
         before_s = self.heard_s.get(sender, now_s)
         back = now_s - before_s > self.timing.silence_s
         known = self.statuses.get(sender)
-        # What says nothing new may have come soon after this root spoke, and been found just now.
-        same = known is not None and msgspec.structs.replace(status, version=known.version) == known
-        self.heard_s[sender] = max(before_s, self.sent_s) if same else now_s
-        if known is not None and status.version <= known.version:
+        again = known is not None and status.version == known.version
+        # What was said before may have come soon after this root spoke, and been found just now.
+        self.heard_s[sender] = max(before_s, self.sent_s) if again else now_s
+        if known is not None and status.version < known.version:
             return []
         self.statuses[sender] = status
-        effects = self.advance(now_s)
+        effects = [] if again else self.advance(now_s)
         # One that was silent has not heard this root either, as far as is known.
         if (back or status.heard < self.directive.version) and not effects:
             effects = self._tell(self._member(sender))
@@ -113,15 +104,11 @@ class Root:
     def tick(self, now_s: float) -> list[e.Effect]:
         self._wake(now_s)
         effects = self.advance(now_s)
-        pause_s = self.heartbeat_s if self.is_calm(now_s) else min(RESEND_S, self.heartbeat_s)
+        heartbeat_s = self.timing.heartbeat_s
+        pause_s = heartbeat_s if self.is_calm(now_s) else min(RESEND_S, heartbeat_s)
         if now_s >= self.sent_s + pause_s:
             effects += self._tell_all(now_s) + self._invite()
         return effects
-
-    @property
-    def heartbeat_s(self) -> float:
-        """How long it says nothing while it is calm: so that three words fit into a silence."""
-        return 0.3 * self.timing.silence_s
 
     def is_calm(self, now_s: float) -> bool:
         """Is nothing under way, and everything known to all? One that is silent is not waited for:
@@ -190,7 +177,7 @@ class Root:
     def _wake(self, now_s: float) -> None:
         """A root that was stopped itself for a while blames nobody for that time."""
         gap_s, self._awake_s = now_s - self._awake_s, now_s
-        if gap_s > self.timing.silence_s / 2:
+        if gap_s > self.timing.pause_s:
             self._started_s += gap_s
             self._decided_s += gap_s
             self.heard_s = {host: heard_s + gap_s for host, heard_s in self.heard_s.items()}

@@ -20,9 +20,7 @@ from jaxft.group import events as e
 from jaxft.group.host import HostCore
 from jaxft.group.manifest import Leaf, Manifest, SnapshotId
 from jaxft.group.messages import (
-    Body,
     Damage,
-    Envelope,
     Invite,
     Ledger,
     ManifestNotice,
@@ -30,9 +28,8 @@ from jaxft.group.messages import (
     Plan,
     Segment,
     Slot,
-    Status,
 )
-from jaxft.group.root import Timing
+from jaxft.group.timing import Timing
 from jaxft.group.world import World
 from jaxft.host import protocol as p
 from jaxft.host.clients import Clients
@@ -41,6 +38,7 @@ from jaxft.host.jobs import Jobs
 from jaxft.host.layout import GroupBlob, GroupLayout
 from jaxft.host.memory import available_bytes, check_fits
 from jaxft.host.pace import Pace
+from jaxft.host.peers import Peers
 from jaxft.host.recall import Recall, bulk_address, control_address
 from jaxft.host.shares import Rebuilt, Shares, whole_manifest
 from jaxft.host.wire import Endpoint, Network
@@ -90,13 +88,13 @@ class Driver:
         self.clients = clients
         self.jobs = Jobs(endpoint.wake)
         self.core = HostCore(host, address, ledger, timing)
+        self.peers = Peers(job=job, host=host, arena=ledger.arena, endpoint=endpoint)
         self.recall: Recall | None = None
         self._reader = network.reader()
         self._events: deque[e.Event] = deque()
         self._leaves: dict[int, tuple[Leaf, ...]] = {}
         self._freezing: int | None = None
         self._room_bytes = 0
-        self._said: dict[str, Body] = {}  # to each peer, the last
         self._plan: Plan | None = None
         self._perform: dict[type, Callable[..., None]] = {
             e.WriteLedger: self._write_ledger,
@@ -136,32 +134,21 @@ class Driver:
 
     def hear(self, payload: bytes) -> None:
         """A message from a peer. One of another job, generation or memory has no effect."""
-        try:
-            envelope = msgspec.msgpack.decode(payload, type=Envelope)
-        except msgspec.MsgspecError as error:
-            _log.warning("a message of %d bytes is none of ours: %s", len(payload), error)
+        envelope = self.peers.hear(payload, self.core.keeper.generation)
+        if envelope is None:
             return
         if isinstance(envelope.body, Invite):
-            self._invited(envelope, envelope.body)
-            return
-        generation = self.core.keeper.generation
-        if generation is None or (envelope.job, envelope.generation, envelope.nonce) != (
-            self.job,
-            generation.number,
-            generation.nonce,
-        ):
-            return
-        for member in (*generation.hosts, *generation.holders):
-            if member.host == envelope.sender and member.arena == envelope.arena:
-                self.happen(e.Heard(envelope.sender, envelope.body))
+            self._invited(envelope.body)
+        else:
+            self.happen(e.Heard(envelope.sender, envelope.body))
 
-    def _invited(self, envelope: Envelope, invite: Invite) -> None:
+    def _invited(self, invite: Invite) -> None:
         """A newer generation counts on this memory. Nobody else says so where there is no agent, or
         one that is cut off from the store. The ranks of the old generation, which has ended for
         good, are dead or will be killed before anything is answered."""
         generation = invite.generation
         mine = (self.host, self.ledger.arena)
-        if envelope.job == self.job == generation.job and any(
+        if generation.job == self.job and any(
             (member.host, member.arena) == mine for member in generation.holders
         ):
             self.happen(e.EnterWanted(generation))
@@ -216,52 +203,25 @@ class Driver:
         self.recall = None
         self.jobs.cancel()
         self.shares.drop_rebuilt()
-        self._forget_peers()
+        self.peers.forget()
         self._reader = self.network.reader()
         for client in self.clients.seated("rank", "helper"):
             client.channel.close()
 
     # -------------------------------------------------------------------- peers
 
-    def _forget_peers(self) -> None:
-        """Nothing more is said to those of an older generation, who may be gone for ever."""
-        for address in self._said:
-            self.endpoint.forget(address)
-        self._said.clear()
-
     def _send(self, effect: e.Send) -> None:
         generation = self.core.keeper.generation
         if generation is None:
             return
-        envelope = Envelope(
-            job=self.job,
-            generation=generation.number,
-            nonce=generation.nonce,
-            sender=self.host,
-            arena=self.ledger.arena,
-            body=effect.body,
-        )
-        address = control_address(effect.address)
-        payload = msgspec.msgpack.encode(envelope)
-        if self._is_sign_of_life(address, effect.body):
-            self.endpoint.whisper(address, payload)
-        else:
-            self.endpoint.send(address, payload)
+        calm = self.core.is_calm(time.monotonic())
+        self.peers.say(control_address(effect.address), effect.body, generation, calm=calm)
         self._reach(
             "smp.sent",
             self.core.keeper.next_id,
             body=type(effect.body).__name__,
             settled=getattr(effect.body, "settled", ""),
         )
-
-    def _is_sign_of_life(self, address: str, body: Body) -> bool:
-        """Is it a status like the last one, with nothing under way? The root takes note of those
-        when it says its own next sign of life: each for itself would wake it once more."""
-        last, self._said[address] = self._said.get(address), body
-        if not (isinstance(body, Status) and isinstance(last, Status)):
-            return False
-        same = msgspec.structs.replace(last, version=body.version) == body
-        return same and self.core.is_calm(time.monotonic())
 
     def _send_manifest(self, effect: e.SendManifest) -> None:
         slot = self.ledger.slots[effect.slot]

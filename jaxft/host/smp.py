@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jaxft import config, faults
 from jaxft.errors import JaxftError
-from jaxft.group.root import Timing
+from jaxft.group.timing import Timing
 from jaxft.host.clients import Clients
 from jaxft.host.desk import Desk
 from jaxft.host.driver import Driver

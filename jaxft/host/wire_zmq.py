@@ -14,7 +14,9 @@ import contextlib
 import ipaddress
 import logging
 import math
+import select
 import socket as sockets
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
@@ -52,6 +54,8 @@ PEERS_MAX = 4096
 _LINGER_MS = 200
 # A whisper that is longer is said aloud.
 _WHISPER_BYTES_MAX = 1 << 16
+# A plain number: ZeroMQ's Python side makes objects of its own of any other.
+_READABLE = int(zmq.POLLIN)
 
 
 class ZmqNetwork(Network):
@@ -109,6 +113,7 @@ class _Outbox:
         self.socket = _socket(context, zmq.PUSH, address)
         self.socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
         self.socket.connect(address)
+        self.quiet_path = _quiet_path(address)
         self._large: list[tuple[zmq.MessageTracker, int]] = []
 
     def send(self, payload: bytes) -> bool:
@@ -139,31 +144,35 @@ class _Quiet:
         self._socket = sockets.socket(sockets.AF_UNIX, sockets.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._path: Path | None = None
-        path = _quiet_path(address)
-        if path is not None:
+        self._poller = select.poll()
+        self._poller.register(self._socket, select.POLLIN)
+        name = _quiet_path(address)
+        if name:
             # Without one, others speak aloud: where its name is too long, for example.
+            path = Path(name)
             with contextlib.suppress(OSError, ConfigError):
                 private_socket_path(path)
                 path.unlink(missing_ok=True)  # an earlier one's, that was killed
-                self._socket.bind(str(path))
+                self._socket.bind(name)
                 self._path = path
 
-    def send(self, address: str, payload: bytes) -> bool:
-        """Whether it lies in the receiver's queue."""
-        path = _quiet_path(address)
-        if path is None or len(payload) > _WHISPER_BYTES_MAX:
+    def send(self, path: str, payload: bytes) -> bool:
+        """Whether it lies in the queue of the receiver at `path`."""
+        if not path or len(payload) > _WHISPER_BYTES_MAX:
             return False
         try:
-            self._socket.sendto(payload, str(path))
+            self._socket.sendto(payload, path)
         except OSError:
             return False
         return True
 
     def receive(self) -> list[bytes]:
         messages: list[bytes] = []
-        with contextlib.suppress(BlockingIOError):
-            while self._path is not None and len(messages) < _RECEIVE_QUEUE:
-                messages.append(self._socket.recv(_WHISPER_BYTES_MAX))
+        if self._path is None:
+            return messages
+        # Asking first: to be told by an exception that there is none costs more than all the rest.
+        while len(messages) < _RECEIVE_QUEUE and self._poller.poll(0):
+            messages.append(self._socket.recv(_WHISPER_BYTES_MAX))
         return messages
 
     def close(self) -> None:
@@ -183,6 +192,9 @@ class ZmqEndpoint(Endpoint):
         self._outboxes: OrderedDict[str, _Outbox] = OrderedDict()
         self._quiet = _Quiet(self._address)
         self._waker = Waker()
+        self._poller = select.poll()
+        self._polled: frozenset[int] = frozenset()
+        self._inbox_fd = int(self._inbox.getsockopt(zmq.FD))
         self._dropped = 0
 
     @property
@@ -201,16 +213,14 @@ class ZmqEndpoint(Endpoint):
         self._dropped += not self._outbox(address).send(payload)
 
     def whisper(self, address: str, payload: bytes) -> None:
-        self._outbox(address)  # which has checked the address
-        if not self._quiet.send(address, payload):
+        if not self._quiet.send(self._outbox(address).quiet_path, payload):
             self.send(address, payload)
 
     def receive(self, timeout_s: float) -> list[bytes]:
         messages = self._quiet.receive()
         if timeout_s > 0 and not messages:
             self._inbox.poll(_milliseconds(timeout_s))
-        # Asking first: to be told by an exception that there is none costs more than all the rest.
-        while len(messages) < _RECEIVE_QUEUE and self._has_message:
+        while len(messages) < _RECEIVE_QUEUE and self._has_message:  # asking first, as above
             try:
                 frames = self._inbox.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -222,21 +232,33 @@ class ZmqEndpoint(Endpoint):
         return messages
 
     def wait(self, fds: Iterable[int], timeout_s: float) -> list[int]:
-        poller = zmq.Poller()
-        poller.register(self._inbox, zmq.POLLIN)
-        wanted = {self._waker.fileno(), *fds}
-        for fd in wanted:
-            poller.register(fd, zmq.POLLIN)
-        ready = {where for where, _ in poller.poll(_milliseconds(timeout_s))}
+        self._poll_for(frozenset((self._inbox_fd, self._waker.fileno(), *fds)))
+        deadline_s = time.monotonic() + timeout_s
+        # The inbox's descriptor is readable when ZeroMQ has something to do, which need not be a
+        # message, and tells of changes only (ZMQ_FD in zmq_getsockopt(3)).
+        while not self._has_message:
+            ready = {fd for fd, _ in self._poller.poll(_milliseconds(timeout_s))}
+            if ready != {self._inbox_fd}:
+                break
+            timeout_s = deadline_s - time.monotonic()
+        else:
+            ready = {fd for fd, _ in self._poller.poll(0)}
         if self._waker.fileno() in ready:
             self._waker.clear()
-        return [fd for fd in wanted - {self._waker.fileno()} if fd in ready]
+        return [fd for fd in ready if fd not in (self._inbox_fd, self._waker.fileno())]
+
+    def _poll_for(self, fds: frozenset[int]) -> None:
+        for fd in self._polled - fds:
+            self._poller.unregister(fd)
+        for fd in fds - self._polled:
+            self._poller.register(fd, select.POLLIN)
+        self._polled = fds
 
     @property
     def _has_message(self) -> bool:
         events = self._inbox.getsockopt(zmq.EVENTS)
         assert isinstance(events, int)
-        return bool(events & zmq.POLLIN)
+        return bool(events & _READABLE)
 
     def wake(self) -> None:
         self._waker.wake()
@@ -293,10 +315,10 @@ def _bind(socket: zmq.Socket[bytes], hint: str) -> str:
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def _quiet_path(address: str) -> Path | None:
-    """Where an endpoint hears whispers; None if it does not."""
+def _quiet_path(address: str) -> str:
+    """Where an endpoint hears whispers; "" if it does not."""
     scheme, _, path = address.partition("://")
-    return Path(f"{path}q") if scheme == "ipc" else None
+    return f"{path}q" if scheme == "ipc" else ""
 
 
 def _close_bound(socket: zmq.Socket[bytes], address: str) -> None:

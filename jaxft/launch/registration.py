@@ -70,6 +70,11 @@ class Registration:
         """When to call `renew`, monotonic time."""
         return self._due_s
 
+    @property
+    def early_s(self) -> float:
+        """By how much sooner that may be."""
+        return self._lease_s / RENEWALS_A_LEASE / 2
+
     def renew(self) -> bool:
         """Brings the store up to date and renews the lease; whether that succeeded."""
         with self._lock:
@@ -220,7 +225,8 @@ class StoreWatcher:
     def _mind_time(self) -> None:
         """Does what is due, and looks in any case, since this thread is awake."""
         self._looked_s = time.monotonic()
-        due = self._looked_s >= self._registration.due_s
+        # Sooner than need be, by as much as half a pause, so as not to wake up for it alone.
+        due = self._looked_s >= self._registration.due_s - self._registration.early_s
         failed = due and not self._registration.renew()
         if self._look() or failed:
             self._wake()

@@ -9,7 +9,8 @@ Rules
 - One number, the store's revision, goes up with each commit and marks what the commit wrote.
 - A renewal counts in a file beside the database, FILE-pulses, eight bytes for each lease: so it
   changes neither the database nor its log, and nobody who waits for a change is woken. It is
-  written while the write lock is held and the lease's row is there.
+  written while the write lock is held and the lease's row is there, or while nobody has written to
+  the database since the row was seen there.
 - Readers expire leases (`LeaseObserver`): the row is deleted if its counter still is what was seen,
   so a renewal that comes in between wins, and one that comes after is told.
 - Both files belong to one user (0600), lie on a local file system (locks and shared memory do not
@@ -160,30 +161,25 @@ class SqliteStore:
 
     def changed(self, timeout_s: float) -> bool:
         deadline_s = time.monotonic() + timeout_s
+        seen = self._seen
         # Every commit is appended to the log.
-        watch = self._seen.watch = self._seen.watch or FileWatch(self._log, POLL_S)
+        watch = seen.watch = seen.watch or FileWatch(self._log, POLL_S)
+        wait_s = 0.0
         while True:
+            if watch.wait(wait_s):
+                seen.heard_s, seen.quiet = time.monotonic(), False
+            self._check_same_file()
             now_s = time.monotonic()
-            if not self._seen.quiet:
-                watch.clear()
-                known = self._seen.writes
-                if self._moved() or self._has_dead(now_s):
-                    return True
-                if self._seen.writes != known:
-                    self._seen.heard_s = float("-inf")
-                if now_s >= deadline_s:
-                    # The next call need not look first: what is written from now on is heard of.
-                    unseen = now_s - self._seen.heard_s < UNSEEN_S
-                    self._seen.quiet = watch.is_watching and not unseen
-                    return False
-            self._seen.quiet = False
+            if (not seen.quiet and self._look(watch, now_s)) or self._has_dead(now_s):
+                return True
+            if now_s >= deadline_s:
+                return False
             until_s = max(now_s, self._look_s)
             if until_s > deadline_s - self._slack_s:
                 until_s = deadline_s
-            if now_s - self._seen.heard_s < UNSEEN_S:
+            if now_s - seen.heard_s < UNSEEN_S:
                 until_s = min(until_s, now_s + SOON_S)
-            if watch.wait(until_s - now_s):
-                self._seen.heard_s = time.monotonic()
+            wait_s = until_s - now_s
 
     def lease(self, key: str, value: bytes, ttl_s: float) -> SqliteLease:
         assert ttl_s > 0
@@ -347,6 +343,18 @@ class SqliteStore:
         if deleted:
             self._next_revision()
 
+    def _look(self, watch: FileWatch, now_s: float) -> bool:
+        """Whether somebody has written. If not, and more would be heard of, the thread is quiet."""
+        seen = self._seen
+        watch.clear()
+        known = seen.writes
+        if self._moved():
+            return True
+        if seen.writes != known:
+            seen.heard_s = float("-inf")
+        seen.quiet = watch.is_watching and now_s - seen.heard_s >= UNSEEN_S
+        return False
+
     def _moved(self) -> bool:
         """Whether the revision is another than at the last read; cheap when nobody wrote."""
         with self._lock, _mapped_errors(self.path):
@@ -382,6 +390,23 @@ class SqliteStore:
             return due and bool(self._observe(now_s, self._read_pulses()))
 
     # What a lease does with its row, if the row still is its own
+
+    def _tick_unseen(self, key: str, owner: str, place: int, count: int) -> bool:
+        """As `_tick`, without a look into the database, where that is enough: nobody wrote between
+        the last read, which found the row, and the end of this. It may have counted in any case."""
+        with self._lock:
+            row = self._leases.get(key)
+            if not self._is_quiet() or row is None or (row.owner, row.place) != (owner, place):
+                return False
+            self._check_same_file()
+            self._pulses.write(place, count)
+            return self._is_quiet()
+
+    def _is_quiet(self) -> bool:
+        """Is what this thread has read last all that was written? A commit is heard of before
+        anybody can see it."""
+        seen = self._seen
+        return seen.quiet and seen.watch is not None and not seen.watch.wait(0.0)
 
     def _tick(self, key: str, owner: str, place: int, count: int) -> bool:
         with self._transaction("IMMEDIATE") as connection:
@@ -425,7 +450,8 @@ class SqliteLease:
 
     def renew(self) -> bool:
         self._count += 1
-        return self._store._tick(self.key, self._owner, self._place, self._count)
+        lease = (self.key, self._owner, self._place, self._count)
+        return self._store._tick_unseen(*lease) or self._store._tick(*lease)
 
     def update(self, value: bytes) -> bool:
         return self._store._rewrite(self.key, self._owner, value)
@@ -448,7 +474,7 @@ class _Seen(threading.local):
     `revision` is the store's at the thread's last read; `writes` counts those of other connections
     and of this one, up to which the revision was still the same. `heard_s` is when it was told of a
     write that it has not seen. `quiet` is set when its last look saw all that was written, and it
-    would be told of more.
+    would be told of more: then nothing has to be looked for.
     """
 
     watch: FileWatch | None = None

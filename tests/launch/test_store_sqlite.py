@@ -17,7 +17,7 @@ import pytest
 
 import jaxft.launch.sqlite
 from jaxft.errors import StoreError
-from jaxft.launch.sqlite import SqliteStore, network_file_system
+from jaxft.launch.sqlite import SqliteLease, SqliteStore, network_file_system
 from jaxft.launch.store import LeaseObserver, Pulse, Store
 from jaxft.launch.stores import open_store
 from tests.launch.store_site import takes_at_most, values
@@ -134,6 +134,57 @@ def test_a_renewal_writes_neither_the_database_nor_its_log(store: Store, path: P
     for lease in leases * 3:
         assert lease.renew()
     assert [(file.stat().st_mtime_ns, file.read_bytes()) for file in files] == before
+
+
+def quiet_lease(store: SqliteStore) -> SqliteLease:
+    """A lease of a thread that knows all that is written."""
+    lease = store.lease("hosts/a", b"", 60.0)
+    store.read()
+    assert not store.changed(0.0)
+    assert store._is_quiet()
+    return lease
+
+
+def test_a_renewal_of_a_quiet_thread_asks_no_database(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = (SqliteStore(path, job="job") for _ in range(2))
+    lease = quiet_lease(store)
+    monkeypatch.setattr(store, "_transaction", None)
+    assert lease.renew()
+    assert store._pulses.read(1) == [1]
+    monkeypatch.undo()
+    other.commit({}, {"key": b""})
+    assert lease.renew()
+    assert store._pulses.read(1) == [2]
+    store.close()
+    other.close()
+
+
+@pytest.mark.parametrize("when", ["before", "between", "read"])
+def test_a_quiet_renewal_never_succeeds_without_its_row(
+    path: Path, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Expired by another process before the renewal, within it, or before the last read."""
+    store, other = (SqliteStore(path, job="job") for _ in range(2))
+    lease = quiet_lease(store)
+
+    def expire(*_: object) -> None:
+        other.commit({}, {}, ["hosts/a"])
+
+    if when == "between":
+        monkeypatch.setattr(store, "_check_same_file", expire)
+        assert not store._tick_unseen("hosts/a", lease._owner, lease._place, 1)
+        monkeypatch.undo()
+    else:
+        expire()
+    if when == "read":
+        store.read()
+        while store.changed(0.0) or not store._is_quiet():
+            store.read()
+    assert not lease.renew()
+    store.close()
+    other.close()
 
 
 def test_leases_count_at_places_of_their_own(path: Path) -> None:

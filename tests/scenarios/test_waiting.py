@@ -12,7 +12,8 @@ from jaxft.group import root
 from jaxft.group.commit import Decision, decide
 from jaxft.group.keeper import Keeper
 from jaxft.group.messages import Directive, Ledger, ManifestNotice, Outcome, Plan, Status
-from jaxft.group.root import Root, Timing
+from jaxft.group.root import Root
+from jaxft.group.timing import Timing
 from jaxft.schedule import Schedule
 from tests.scenarios.stage import Held, Stage, shown
 

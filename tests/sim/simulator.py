@@ -17,7 +17,7 @@ from typing import Any
 from jaxft.group import events as e
 from jaxft.group.manifest import SnapshotId
 from jaxft.group.messages import Envelope, StorageEntry
-from jaxft.group.root import Timing
+from jaxft.group.timing import Timing
 from jaxft.group.world import Code, Generation
 from tests.sim.checker import Checker
 from tests.sim.machine import Machine

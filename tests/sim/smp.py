@@ -215,14 +215,9 @@ class Smp:
             body=body,
         )
         last, self.said[address] = self.said.get(address), body
-        quiet = (
-            isinstance(body, Status)
-            and isinstance(last, Status)
-            and msgspec.structs.replace(last, version=body.version) == body
-            and self.core.is_calm(self.sim.now)
-        )
+        quiet = isinstance(body, Status) and body is last and self.core.is_calm(self.sim.now)
         # The root takes note of a whisper when it next says something itself.
-        late_s = 0.3 * self.core.timing.silence_s if quiet else 0.0
+        late_s = self.core.timing.heartbeat_s if quiet else 0.0
         self.sim.send(envelope, address, late_s)
 
     def ranks(self) -> list[Rank]:
