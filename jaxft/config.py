@@ -119,6 +119,19 @@ def events_dir(environ: Mapping[str, str] | None = None) -> Path | None:
     return Path(text) if text else None
 
 
+def compiler_flags(environ: Mapping[str, str] | None = None) -> str:
+    """What the environment tells XLA's compilers."""
+    env = os.environ if environ is None else environ
+    return "\n".join(f"{name}={env.get(name, '')}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
+
+
+def notebook(environ: Mapping[str, str] | None = None) -> str:
+    """The notebook that this process is the kernel of, or was started from; "" where Jupyter says
+    none."""
+    name = (os.environ if environ is None else environ).get("JPY_SESSION_NAME", "")
+    return name if name.endswith(".ipynb") else ""
+
+
 def run_dir(environ: Mapping[str, str] | None = None) -> Path:
     """The private directory below which every job has its own."""
     env = os.environ if environ is None else environ

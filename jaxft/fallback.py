@@ -220,8 +220,8 @@ def _metadata(item: Path) -> Any:
     """The tree of what an item of a checkpoint has."""
     import orbax.checkpoint as ocp
 
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        return checkpointer.metadata(item).item_metadata.tree
+    # Not a Checkpointer's: that looks for a whole checkpoint's metadata, and warns of its absence.
+    return ocp.PyTreeCheckpointHandler().metadata(item).tree
 
 
 def _names(keys: tuple[Any, ...]) -> Names:

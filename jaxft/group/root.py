@@ -32,6 +32,7 @@ from jaxft.group.messages import (
     Outcome,
     PersistOrder,
     Plan,
+    RankOptions,
     Status,
     StorageEntry,
 )
@@ -475,9 +476,23 @@ class Root:
         outcome = self.directive.outcome
         if options is None or options.persist_every <= 0 or outcome is None or not outcome.ok:
             return False
-        if self._persist_from_step is None:
-            return True
-        return outcome.step >= self._persist_from_step + options.persist_every
+        from_step = self._persist_from_step
+        if from_step is None:
+            from_step = self._stored_step(options)
+        return from_step is None or outcome.step >= from_step + options.persist_every
+
+    def _stored_step(self, options: RankOptions) -> int | None:
+        """The step of the newest checkpoint that this generation goes on from, or behind. One of a
+        future that was given up does not count."""
+        base = self.directive.base
+        return max(
+            (
+                entry.step
+                for entry in options.storage or ()
+                if base is not None and (entry.id is None or entry.id <= base)
+            ),
+            default=None,
+        )
 
     def _persist(self, now_s: float) -> list[e.Effect]:
         order = self.directive.persist

@@ -83,8 +83,11 @@ class Seat:
 
 
 def default_job() -> str:
-    """The name of a script's job: its file name, and where it lies."""
+    """The name of a script's job: its file name, and where it lies; in a kernel the notebook's, if
+    Jupyter says it, since all kernels are one and the same script."""
     script = Path(sys.argv[0] or "notebook").resolve()
+    if script.stem.endswith("kernel_launcher") and config.notebook():
+        script = Path(config.notebook()).resolve()
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", script.stem).lstrip("._-")[:24] or "script"
     return f"{stem}-{hashlib.sha256(str(script).encode()).hexdigest()[:8]}"
 
@@ -106,7 +109,7 @@ def attach(job: str | None, floor: int = 0) -> Seat:
     started: subprocess.Popen[bytes] | None = None
     while time.monotonic() < deadline_s:
         try:
-            return _ask(connect(directory / SOCKET, 0.0), floor)
+            return _ask(connect(directory / SOCKET, 0.0), name, floor)
         except WireError:  # it is not there, or about to end
             if started is None:
                 started = _start(name, directory)
@@ -129,20 +132,33 @@ def _last_line(log: Path) -> str:
     return "it said nothing"
 
 
-def _ask(channel: LocalChannel, floor: int) -> Seat:
-    channel.send(encode(Attach(floor=floor)))
-    received = channel.receive(START_S)
-    if received is None:
+def _ask(channel: LocalChannel, job: str, floor: int) -> Seat:
+    """Asks the keeper for the place. The connection is the place: whatever goes wrong, an interrupt
+    of a notebook's cell too, closes it (the exception's traceback would keep it open)."""
+    try:
+        channel.send(encode(Attach(floor=floor)))
+        received = channel.receive(START_S)
+        if received is None:
+            raise ProtocolError("the keeper does not answer")
+        message = msgspec.msgpack.decode(received.payload, type=SoloMessage)
+        if isinstance(message, Occupied):
+            raise JobInUse(_who_sits_there(message.pid, job))
+        return Seat(message.env, channel)
+    except BaseException:
         channel.close()
-        raise ProtocolError("the keeper does not answer")
-    message = msgspec.msgpack.decode(received.payload, type=SoloMessage)
-    if isinstance(message, Occupied):
-        channel.close()
-        raise JobInUse(
-            f"process {message.pid} runs this job already: wait for it to end, stop it, or give "
-            "this script another name with Snapshotter(job=...)"
+        raise
+
+
+def _who_sits_there(pid: int, job: str) -> str:
+    if pid == os.getpid():
+        return (
+            f"this process has a Snapshotter of job {job}: use that one, or end it first. Its "
+            "close() ends the job and lets its memory go, close(failing=True) keeps it"
         )
-    return Seat(message.env, channel)
+    return (
+        f"process {pid} runs this job already: wait for it to end, stop it, or give this script "
+        "another name with Snapshotter(job=...)"
+    )
 
 
 def _start(job: str, directory: Path) -> subprocess.Popen[bytes]:

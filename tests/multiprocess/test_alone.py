@@ -179,6 +179,14 @@ def test_a_script_names_its_job(monkeypatch):
     assert default_job() != one
 
 
+def test_a_notebook_names_its_job_and_what_it_starts_does_not(monkeypatch):
+    monkeypatch.setenv("JPY_SESSION_NAME", "/home/me/llama.ipynb")
+    monkeypatch.setattr(sys, "argv", ["/env/ipykernel_launcher.py", "-f", "kernel.json"])
+    assert default_job().startswith("llama-")
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    assert default_job().startswith("train-")
+
+
 def test_a_keeper_that_cannot_start_says_why(environ: dict[str, str]) -> None:
     status, output = run({**environ, "JAXFT_MEMORY_MAX_MIB": "much"}, "none")
     assert status == 1

@@ -77,3 +77,19 @@ def test_a_persist_goes_on_when_the_root_is_started_again() -> None:
     assert stage.host("b").helper is helper
     stage.until(lambda: any(kind == "persisted" for kind, _ in stage.sim.checker.announced))
     stage.peace()
+
+
+def test_a_new_generation_counts_from_the_newest_checkpoint_that_it_goes_on_from() -> None:
+    """A job that fails again and again does not write a checkpoint after each start: the newest
+    ones would push good older ones out."""
+    stage = Stage(every_steps=1, persist_every=12)
+    stored = stage.sim.storage
+    stage.until(lambda: len(stored) == 1)
+    for _ in range(2):
+        number = stage.number
+        stage.fault()
+        stage.until(stage.settled(number + 1))
+        stage.commits(2)
+    stage.until(lambda: len(stored) == 2)
+    assert stored[1].step >= stored[0].step + 12
+    stage.peace()
