@@ -25,6 +25,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "memory": ("memory",),
     "hosts": ("hosts",),
     "idle": ("idle",),
+    "device": ("parity_xla",),
 }
 
 NAMES = tuple(name for names in SUBJECTS.values() for name in names)

@@ -53,6 +53,14 @@ def test_a_row_of_one_process(tmp_path: Path) -> None:
         assert all(0.001 < one[key] < 1000 for key in ("figure", "peer", "limit"))
 
 
+def test_a_row_of_a_device(tmp_path: Path) -> None:
+    rows = quick(tmp_path, "parity_xla")
+    assert rows.keys() == {"parity_xla[6+2]", "parity_xla[6+2,xor]"}
+    for one in rows.values():
+        assert (one["unit"], one["peer"], one["target"]) == ("GB/s", None, "stated")
+        assert one["ratio"] == pytest.approx(one["figure"] / one["limit"])
+
+
 def test_a_row_of_many_processes(tmp_path: Path) -> None:
     rows = quick(tmp_path, "hosts")
     assert rows.keys() == {"hosts[2]"}
