@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from jaxft.restorer import Restored
     from jaxft.snapshotter import Snapshotter
     from jaxft.startup import initialize
+    from jaxft.wrapping import wrap
 
 __version__ = "0.1.0"
 
@@ -58,6 +59,7 @@ _HOMES = {
     "Snapshotter": "jaxft.snapshotter",
     "initialize": "jaxft.startup",
     "make_mesh": "jaxft.device.mesh",
+    "wrap": "jaxft.wrapping",
 }
 
 __all__ = [
@@ -87,6 +89,7 @@ __all__ = [
     "__version__",
     "initialize",
     "make_mesh",
+    "wrap",
 ]
 
 

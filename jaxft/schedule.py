@@ -122,6 +122,11 @@ class Schedule:
         self._last_call = (now_s, step)
 
     @property
+    def last_step(self) -> int | None:
+        """The step that `save` was called with last."""
+        return None if self._last_call is None else self._last_call[1]
+
+    @property
     def due_step(self) -> int | None:
         """The first step at which the next snapshot is due; None for the very first snapshot."""
         if self.seq == 0:

@@ -11,11 +11,13 @@ While snapshots are held (a host's SMP cannot hear the root's) no call waits and
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import queue
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -74,6 +76,11 @@ class _Job(NamedTuple):
     step_s: float
     call: int
     measured: Measured
+
+
+# Runs the step that this call is within, and gives the bytes of the state it was given. What it is
+# handed: the snapshot, its plan, the state's leaves, and what stages them as `save` does.
+RunStep = Callable[[SnapshotId, Plan, list[Any], Callable[[], StagedLeaves]], StagedLeaves]
 
 
 class _Quiet(NamedTuple):
@@ -272,6 +279,28 @@ class Snapshotter:
         receipt.stall_s = time.monotonic() - began_s
         return receipt
 
+    def save_within(
+        self, step: int, state: Callable[[], Any], extras: Callable[[], Any], run: RunStep
+    ) -> Receipt:
+        """`save`, for whoever runs the step on that state at the same time, as `jaxft.wrap` does.
+
+        Args:
+            step: as for `save`.
+            state: gives the state; called unless the call is known not to be due.
+            extras: gives the extras, likewise.
+            run: called if, and only if, this call begins a snapshot that is to be staged. What it
+                raises comes through, and ends the snapshot.
+        """
+        began_s = time.monotonic()
+        step = _check_step(step)
+        receipt = self._skip(step, began_s)
+        if receipt is None:
+            receipt = self._save(step, state(), extras(), began_s, run)
+        elif self._meter is not None:
+            self._meter.skipped(time.monotonic() - began_s)
+        receipt.stall_s = time.monotonic() - began_s
+        return receipt
+
     def _skip(self, step: int, now_s: float) -> Receipt | None:
         """A call that is known not to be due. Most calls are, each just after a step that has left
         cold caches: nothing is touched that is not needed."""
@@ -284,7 +313,9 @@ class Snapshotter:
             self._events.emit("save_skipped", step=step, due_step=quiet.until)
         return SkippedReceipt(step, quiet.code, quiet.why, self._last_failure)
 
-    def _save(self, step: int, state: Any, extras: Any, now_s: float) -> Receipt:
+    def _save(
+        self, step: int, state: Any, extras: Any, now_s: float, run: RunStep | None = None
+    ) -> Receipt:
         if self._closed:
             raise ConfigError("save was called after close")
         encoded = encode_extras(extras)
@@ -304,9 +335,9 @@ class Snapshotter:
             self._events.emit("save_skipped", step=step, due_step=decision.due_step)
         elif isinstance(decision, Begin):
             plan, values = planned or self._plans.find(state)
-            self._begin_snapshot(receipt, decision.seq, plan, values, encoded)
+            self._begin_snapshot(receipt, decision.seq, plan, values, encoded, run)
         with self._lock:
-            if self._meter is not None:
+            if self._meter is not None and (run is None or not isinstance(decision, Begin)):
                 self._meter.left(time.monotonic(), skipped=isinstance(decision, Skip))
             self._find_quiet(receipt)
         return receipt
@@ -419,7 +450,13 @@ class Snapshotter:
             self.client.say(told, open_as="missed")
 
     def _begin_snapshot(
-        self, receipt: Receipt, seq: int, plan: Plan, values: list[Any], extras: bytes
+        self,
+        receipt: Receipt,
+        seq: int,
+        plan: Plan,
+        values: list[Any],
+        extras: bytes,
+        run: RunStep | None,
     ) -> None:
         """Holds the state's bytes, and leaves the rest to the background thread."""
         step = receipt.step
@@ -430,6 +467,8 @@ class Snapshotter:
             if self._meter is not None:
                 self._meter.begins(seq)
                 measured = self._meter.measured()
+                if run is not None:  # what follows is a step, which is slower for the snapshot
+                    self._meter.left(time.monotonic(), skipped=False)
         self._events.emit("saved", seq=seq, step=step, wait_s=receipt.wait_s)
         reach("save.begun", rank=self.env.rank, seq=seq, step=step)
         decided = self.client.outcomes.get(seq)
@@ -438,7 +477,11 @@ class Snapshotter:
             return
         staged: StagedLeaves | StagingError
         try:
-            staged = stage_leaves(plan, values, self.staging, self._gatherer)
+            if run is None:
+                staged = stage_leaves(plan, values, self.staging, self._gatherer)
+            else:
+                stage = functools.partial(stage_leaves, plan, values, self.staging, self._gatherer)
+                staged = run(receipt.id, plan, values, stage)
         except StagingError as error:
             self._fail(receipt, error)
             staged = error
@@ -648,6 +691,11 @@ class Snapshotter:
         """The step of the newest snapshot that is protected, as far as this rank knows."""
         with self._lock:
             return self._latest_step
+
+    @property
+    def step(self) -> int | None:
+        """The step of the last call of `save`, or what was restored; None before either."""
+        return self._schedule.last_step
 
     def close(self, *, timeout_s: float = 30.0, failing: bool = False) -> None:
         """Waits for the snapshot in progress to be decided, and ends.

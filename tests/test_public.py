@@ -38,6 +38,7 @@ PUBLIC = [
     "__version__",
     "initialize",
     "make_mesh",
+    "wrap",
 ]
 
 

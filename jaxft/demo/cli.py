@@ -43,6 +43,9 @@ def demo(
     elastic: Annotated[
         bool, typer.Option("--elastic", help="Replace no host: the world shrinks.")
     ] = False,
+    wrap: Annotated[
+        bool, typer.Option("--wrap", help="Save with jaxft.wrap instead of save.")
+    ] = False,
     fallback: Annotated[
         bool,
         typer.Option("--fallback", help="Write Orbax checkpoints even if no failure needs one."),
@@ -71,6 +74,7 @@ def demo(
         elastic=elastic,
         fallback=fallback,
         fail=fail or [],
+        wrap=wrap,
     )
     if json_file is not None and not os.access(json_file.absolute().parent, os.W_OK):
         raise ConfigError(f"--json {json_file}: its directory has to be there and writable")

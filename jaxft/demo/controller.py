@@ -165,6 +165,8 @@ class _World:
             command += ["--hold", f"{options.pause_step}:{failures[0].victim}"]
         if options.elastic:
             command.append("--digests")
+        if options.wrap:
+            command.append("--wrap")
         if options.fallback and failures:
             command += ["--fallback", str(self.directory / "orbax")]
         return command

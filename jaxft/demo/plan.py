@@ -165,6 +165,8 @@ def exceeds_parity(failure: Failure, *, hosts: int, code: Code) -> bool:
 class DemoOptions:
     """What the demo is asked to do; made by `plan_demo`, which checks it.
 
+    `wrap`: the ranks train with `jaxft.wrap`, not with `save`.
+
     `fallback`: Orbax checkpoints are written, one soon after each start of the world (they take
     four more JAX processes on the same cores).
     """
@@ -177,6 +179,7 @@ class DemoOptions:
     elastic: bool
     fallback: bool
     failures: tuple[Failure, ...]
+    wrap: bool = False
 
     @property
     def hosts_min(self) -> int:
@@ -211,6 +214,7 @@ def plan_demo(
     elastic: bool,
     fallback: bool,
     fail: Sequence[str],
+    wrap: bool = False,
 ) -> DemoOptions:
     """Checks what was asked for; storage is used where a failure of the plan needs it.
 
@@ -240,6 +244,7 @@ def plan_demo(
         elastic=elastic,
         fallback=fallback or any(exceeds_parity(f, hosts=hosts, code=parsed) for f in failures),
         failures=failures,
+        wrap=wrap,
     )
     first_step = 2 + 2 * every
     if options.pause_step is not None and failures[0].at_step < first_step:

@@ -49,17 +49,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
             first, state = restored.extras["batches"], restored.state
             log.restored(restored)
         train_step = model.compiled_step(like)
+        wrapped = jaxft.wrap(train_step, snapshotter) if options.wrap else None
         for step in range(first + 1, options.steps + 1):
             tokens = data.batch(
                 text, seed=options.seed, step=step, rows=options.rows, length=model.LENGTH
             )
             batch = jax.make_array_from_callback(shape, rows, tokens.__getitem__)
-            state, loss = train_step(state, batch)
-            log.step(step, loss)
-            receipt = snapshotter.save(step, state, extras={"batches": step})
-            if receipt.skipped is None:
+            if wrapped is not None:  # a snapshot is of the state that the step is given
+                log.saved(step - 1, state)
+                state, loss = wrapped(state, batch, jaxft_extras={"batches": step - 1})
+                log.step(step, loss)
+                log.stalled(step, wrapped.receipt)
+            else:
+                state, loss = train_step(state, batch)
+                log.step(step, loss)
+                receipt = snapshotter.save(step, state, extras={"batches": step})
                 log.stalled(step, receipt)
-                log.saved(step, state)
+                if receipt.skipped is None:
+                    log.saved(step, state)
             log.hold(step)
         log.final(options.steps, state)
 
@@ -85,8 +92,9 @@ class DemoLog:
         if self._options.digests:
             self._digest("restored", restored.step, restored.state, restored.id)
 
-    def stalled(self, step: int, receipt: jaxft.Receipt) -> None:
-        self._emit("stall", step=step, stall_s=receipt.stall_s)
+    def stalled(self, step: int, receipt: jaxft.Receipt | None) -> None:
+        if receipt is not None and receipt.skipped is None:
+            self._emit("stall", step=step, stall_s=receipt.stall_s)
 
     def saved(self, step: int, state: model.State) -> None:
         if self._options.digests:
@@ -141,6 +149,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=2, help="steps between snapshots")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=int, default=24, help="rows of a batch of the whole world")
+    parser.add_argument("--wrap", action="store_true", help="save with jaxft.wrap")
     parser.add_argument(
         "--fallback", default="", help="directory of Orbax checkpoints, one a generation"
     )

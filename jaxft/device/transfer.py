@@ -131,7 +131,7 @@ def stage_leaves(
 
 
 # What was held of some leaves; called once, it gives the sources of the part that they are.
-_Taken = Callable[[], Sequence[Source]]
+Taken = Callable[[], Sequence[Source]]
 
 
 def _hold(
@@ -140,9 +140,9 @@ def _hold(
     values: list[Any],
     staging: Staging,
     gatherer: Gatherer | None,
-) -> list[_Taken]:
+) -> list[Taken]:
     """Holds all that the plan owns."""
-    taken: list[_Taken] = []
+    taken: list[Taken] = []
     one_by_one = [-1]
     for number, gathered in enumerate(_gather_all(plan, values, gatherer)):
         if gathered is None:
@@ -155,6 +155,28 @@ def _hold(
             for program in _programs(plan, number, staging):
                 taken.append(functools.partial(_copied, program, leaves, program.run(shards, plan)))
     views = _views(plan, tuple(one_by_one), staging)
+    taken.append(functools.partial(views.sources, views.look(values), leaves))
+    return taken
+
+
+def hold_some(
+    plan: Plan,
+    leaves: tuple[Leaf, ...],
+    values: list[Any],
+    staging: Staging,
+    members: frozenset[int],
+) -> list[Taken]:
+    """Holds what the plan owns of these leaves, one by one.
+
+    Raises:
+        StagingError, ConfigError: a leaf could not be taken; names it.
+    """
+    taken: list[Taken] = []
+    if staging != "view":
+        shards = _Shards(plan.leaves, values)
+        for program in _programs_of_some(plan, members, staging):
+            taken.append(functools.partial(_copied, program, leaves, program.run(shards, plan)))
+    views = _views_of_some(plan, members, staging)
     taken.append(functools.partial(views.sources, views.look(values), leaves))
     return taken
 
@@ -265,6 +287,15 @@ def _ranges_of(plan: Plan, batch: int) -> tuple[Owned, ...]:
 def _views(plan: Plan, batches: tuple[int, ...], staging: Staging) -> Views:
     """What is viewed of these batches: everything, or what is on no device."""
     ranges = [one for batch in batches for one in _ranges_of(plan, batch)]
+    return _viewed(plan, ranges, staging)
+
+
+@functools.lru_cache(maxsize=4)
+def _views_of_some(plan: Plan, members: frozenset[int], staging: Staging) -> Views:
+    return _viewed(plan, [one for one in plan.owned if one.range.leaf in members], staging)
+
+
+def _viewed(plan: Plan, ranges: Sequence[Owned], staging: Staging) -> Views:
     return Views(plan, [one for one in ranges if staging == "view" or one.device is None])
 
 
@@ -272,8 +303,20 @@ def _views(plan: Plan, batches: tuple[int, ...], staging: Staging) -> Views:
 def _programs(plan: Plan, batch: int, staging: Staging) -> tuple[_Program, ...]:
     """The programs that copy all that the plan owns on devices of a batch, or of no batch, compiled
     at their first run."""
+    return _programs_for(_ranges_of(plan, batch), staging)
+
+
+@functools.lru_cache(maxsize=4)
+def _programs_of_some(
+    plan: Plan, members: frozenset[int], staging: Staging
+) -> tuple[_Program, ...]:
+    ranges = [one for one in plan.owned if one.range.leaf in members]
+    return _programs_for(ranges, staging)
+
+
+def _programs_for(ranges: Sequence[Owned], staging: Staging) -> tuple[_Program, ...]:
     by_device: dict[Device, list[Owned]] = {}
-    for owned in _ranges_of(plan, batch):
+    for owned in ranges:
         if owned.device is not None:
             by_device.setdefault(owned.device, []).append(owned)
     return tuple(
@@ -313,10 +356,10 @@ class StagedLeaves:
         leaves: every leaf of the tree, with the values of literals.
     """
 
-    def __init__(self, plan: Plan, leaves: tuple[Leaf, ...], taken: list[_Taken]) -> None:
+    def __init__(self, plan: Plan, leaves: tuple[Leaf, ...], taken: list[Taken]) -> None:
         self.leaves = leaves
         self._plan = plan
-        self._taken: list[_Taken] | None = taken
+        self._taken: list[Taken] | None = taken
 
     def copy_into(
         self,

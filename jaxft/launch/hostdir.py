@@ -132,9 +132,10 @@ class RankFile:
 def remove(directory: Path, lock: Lock, *, keep_logs: bool) -> None:
     """Takes a host's directory away, its lock last, and the job's if that is empty then."""
     for path in directory.iterdir() if directory.exists() else ():
-        if path.name == "logs":
-            if not keep_logs:
-                shutil.rmtree(path, ignore_errors=True)
+        if path.name == "logs" and keep_logs:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
         elif path != lock.path:
             path.unlink(missing_ok=True)
     lock.release()

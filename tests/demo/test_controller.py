@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,21 @@ def _run(
     options, seen = _options(*fail), list[Event]()
     log = controller.run_training("job", options, options.failures, tmp_path, seen.append)
     return log, seen
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_the_ranks_save_as_the_plan_says(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrap: bool
+) -> None:
+    given: list[str] = []
+
+    def popen(command: list[str], **_: Any) -> None:
+        given.extend(command)
+
+    monkeypatch.setattr(controller.subprocess, "Popen", popen)
+    options = replace(_options(), wrap=wrap)
+    controller._World("job", options, (), tmp_path, tmp_path)._console.close()
+    assert ("--wrap" in given) == wrap
 
 
 def _alive(pid: int) -> bool:

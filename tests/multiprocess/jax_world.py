@@ -197,6 +197,7 @@ class Ranks:
         steps: the ranks train up to this step and end.
         ranks: of each host.
         faults: faults on purpose in the ranks.
+        wrap: see `train.py`.
     """
 
     def __init__(
@@ -213,6 +214,7 @@ class Ranks:
         fresh: bool = False,
         holders: Sequence[Host] = (),
         faults: str = "",
+        wrap: str = "",
     ) -> None:
         self._number = number
         self._directory = directory
@@ -227,7 +229,7 @@ class Ranks:
             self.processes = [
                 self._start(
                     seat(host, generation, ranks * place + local, coordinator),
-                    {"steps": steps, "every": every, "devices": devices},
+                    {"steps": steps, "every": every, "devices": devices, "wrap": wrap},
                     faults,
                 )
                 for place, host in enumerate(hosts)

@@ -2,7 +2,8 @@
 JSON object a line, to the file that the argument names.
 
 The argument is JSON: `out` (the file), `steps` (train up to this step), `every` (steps, or the
-options of an `Auto`), and `devices`.
+options of an `Auto`), `devices`, and `wrap` ("": it calls `save`; "all": it wraps its step; or
+"not 1": the same, and rank 1 has no twin).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxft
+from jaxft import wrapping
 
 optimizer = optax.adamw(1e-2)
 
@@ -111,6 +113,32 @@ def make_digest(mesh: Mesh) -> Any:
     return digest
 
 
+def train_wrapped(
+    snapshotter: jaxft.Snapshotter,
+    step_fn: Any,
+    state: Any,
+    start: int,
+    options: dict[str, Any],
+    say: Any,
+) -> None:
+    """The same training, where the step takes the snapshots."""
+    rank = jax.process_index()
+    wrapped = jaxft.wrap(step_fn, snapshotter)
+    mesh = jax.tree.leaves(state)[0].sharding.mesh
+    digest = make_digest(mesh)
+    if options["wrap"] == "not 1":
+        wrapping.AGREE_S = 0.2
+        if rank == 1:
+            wrapped._twins.refuse("this is a test")
+    for step in range(start + 1, options["steps"] + 1):
+        position = 24 * (step - 1)
+        extras = {"rank": rank, "position": position}
+        state = wrapped(state, batch(mesh, position), jaxft_step=step - 1, jaxft_extras=extras)
+        assert wrapped.receipt is not None
+        say("stepped", step=step, digest=digest(state), skipped=wrapped.receipt.skipped)
+    say("done", latest=snapshotter.latest, twins=len(wrapped._twins._twins))
+
+
 def main() -> None:
     options = json.loads(sys.argv[1])
     out = os.open(options["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -146,6 +174,9 @@ def main() -> None:
                 extras=restored.extras,
                 by_rank=restored.extras_by_rank,
             )
+        if options["wrap"]:
+            train_wrapped(snapshotter, step_fn, state, start, options, say)
+            return
         for step in range(start + 1, options["steps"] + 1):
             state = step_fn(state, batch(mesh, position))
             position += 24

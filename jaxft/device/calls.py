@@ -1,0 +1,191 @@
+"""Calls: one call of a jitted step, taken apart into what it is compiled for and its arrays.
+
+A step of `flax.nnx.jit` is one too: nnx takes the modules apart, calls a function of `jax.jit` that
+it keeps as `jitted_fn`, and puts the modules together again. `around` puts something else into that
+function's place for one call.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import Sharding
+
+# Calls a jitted function with these arguments, or does something else that gives its outputs.
+Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Static(NamedTuple):
+    """Which arguments of a jitted function are static: by position, by name."""
+
+    argnums: tuple[int, ...] = ()
+    argnames: tuple[str, ...] = ()
+
+
+def is_jitted(step: Any) -> bool:
+    """Whether this is what `jax.jit` makes."""
+    has = functools.partial(hasattr, step)
+    return callable(step) and has("trace") and has("lower") and not has("jitted_fn")
+
+
+@functools.cache
+def are_known() -> bool:
+    """Whether this version of JAX says of a jitted function what `Call` asks. That is private."""
+    jitted = jax.jit(operator.neg)
+    return hasattr(jitted, "_jit_info") and hasattr(jitted.trace(1.0), "_params")
+
+
+def is_of_nnx(step: Any) -> bool:
+    """Whether this is what `flax.nnx.jit` makes."""
+    return type(step).__module__.startswith("flax.nnx") and is_jitted(
+        getattr(step, "jitted_fn", None)
+    )
+
+
+def is_compiled(step: Any) -> bool:
+    """Whether this was compiled ahead of time: nothing can be added to it any more."""
+    return isinstance(step, jax.stages.Compiled) or (
+        type(step).__module__.startswith("flax.nnx") and type(step).__name__.endswith("Compiled")
+    )
+
+
+def static_of(jitted: Any) -> Static:
+    """The static arguments of what `jax.jit` made, which only JAX's own record of it says."""
+    info = jitted._jit_info
+    return Static(tuple(info.static_argnums or ()), tuple(info.static_argnames or ()))
+
+
+def around(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], runner: Runner) -> Any:
+    """Calls a step, with `runner` in place of the jitted function that it is or has within."""
+    if is_jitted(step):
+        return runner(step, args, kwargs)
+    jitted = step.jitted_fn
+    step.jitted_fn = lambda *args, **kwargs: runner(jitted, args, kwargs)
+    try:
+        return step(*args, **kwargs)
+    finally:
+        step.jitted_fn = jitted
+
+
+def has_nnx(tree: Any) -> bool:
+    """Whether there is an nnx module, optimizer or the like in a tree. (There is none while nnx was
+    not imported.)"""
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is None:
+        return False
+
+    def is_one(value: Any) -> bool:
+        return isinstance(value, nnx.Pytree)
+
+    return any(map(is_one, jax.tree_util.tree_leaves(tree, is_leaf=is_one)))
+
+
+def nnx_state(values: Any) -> Any:
+    """The arrays of an nnx module, or of a tuple of them, as a tree."""
+    return sys.modules["flax.nnx"].state(values)
+
+
+class Traced(NamedTuple):
+    """What a jitted function computes, and what it asks of its program.
+
+    Attributes:
+        compute: from the call's leaves to a list of outputs. Within `jit`.
+        out_tree: the structure of the outputs.
+        computed: shape and dtype of each output; None of one that is an argument passed on.
+        donated: the places of the leaves that it is given to keep.
+        in_shardings, out_shardings: of each leaf, and output; None where JAX chooses.
+    """
+
+    compute: Callable[..., list[Any]]
+    out_tree: Any
+    computed: tuple[tuple[tuple[int, ...], Any] | None, ...]
+    donated: tuple[int, ...]
+    in_shardings: tuple[Sharding | None, ...]
+    out_shardings: tuple[Sharding | None, ...]
+
+
+class Call:
+    """One call of a jitted function.
+
+    Attributes:
+        leaves: what is passed to the compiled program: arrays, and numbers that are not static.
+        treedef: how these are the arguments.
+    """
+
+    def __init__(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._fn = fn
+        self._args = args
+        self._kwargs = kwargs
+        static = static_of(fn)
+        numbers = {number % len(args) for number in static.argnums if number < len(args)}
+        dynamic = tuple([arg for number, arg in enumerate(args) if number not in numbers])
+        named = {name: arg for name, arg in kwargs.items() if name not in static.argnames}
+        self.leaves, self.treedef = jax.tree_util.tree_flatten((dynamic, named))
+        self._static = (
+            tuple([(number, args[number]) for number in sorted(numbers)]),
+            tuple([(name, kwargs[name]) for name in kwargs if name not in named]),
+        )
+
+    @functools.cached_property
+    def signature(self) -> Hashable:
+        """All that the compiled program depends on."""
+        return self._fn, self.treedef, self._static, tuple(map(_look, self.leaves))
+
+    def trace(self) -> Traced:
+        """Traces the function for this call, unless JAX has done so before.
+
+        Raises:
+            ValueError: what it is compiled with cannot be taken over into another program.
+            Exception: whatever the function raises while it is traced.
+        """
+        traced = self._fn.trace(*self._args, **self._kwargs)
+        given = traced._params
+        if given["compiler_options_kvs"]:
+            raise ValueError("it is jitted with compiler_options, which are for a whole program")
+        if any(layout is not None for layout in (*given["in_layouts"], *given["out_layouts"])):
+            raise ValueError("it is jitted with layouts of its own")
+        flat: Any = jax.tree_util.tree_flatten(
+            traced.args_info, is_leaf=lambda info: hasattr(info, "donated")
+        )
+        infos, treedef = flat
+        if treedef != self.treedef:
+            raise ValueError("it is not known which of the step's arguments are static")
+        return Traced(
+            compute=jaxpr_as_fun(traced.jaxpr),
+            out_tree=traced.out_tree,
+            computed=_computed(traced.jaxpr.jaxpr),
+            donated=tuple([place for place, info in enumerate(infos) if info.donated]),
+            in_shardings=tuple(map(_specified, given["in_shardings"])),
+            out_shardings=tuple(map(_specified, given["out_shardings"])),
+        )
+
+
+def _computed(jaxpr: Any) -> tuple[tuple[tuple[int, ...], Any] | None, ...]:
+    passed_on = set(map(id, jaxpr.invars))
+    return tuple(
+        [
+            None if id(output) in passed_on else (output.aval.shape, output.aval.dtype)
+            for output in jaxpr.outvars
+        ]
+    )
+
+
+def _specified(sharding: Any) -> Sharding | None:
+    """A sharding; None where none was asked for, for which JAX has a mark of its own."""
+    return sharding if isinstance(sharding, Sharding) else None
+
+
+def _look(leaf: Any) -> Hashable:
+    if isinstance(leaf, jax.Array):
+        weak, committed = getattr(leaf, "weak_type", False), getattr(leaf, "committed", True)
+        return leaf.shape, leaf.dtype, weak, leaf.sharding, committed
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return type(leaf), leaf.shape, leaf.dtype
+    return (type(leaf),)

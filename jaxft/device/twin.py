@@ -1,0 +1,420 @@
+"""The twin of a step: the same step, which also gives the owned bytes of the state it was given.
+
+    step:  state, batch ──► state', loss
+    twin:  state, batch ──► state', loss, and in pinned host memory the owned ranges of `state`
+
+The state is only read until the optimizer's update writes it, so an accelerator can copy it to its
+host while it computes. What is donated stays donated: the compiler orders the reads before the
+writes, so whoever calls the twin need not hold anything.
+
+The rules:
+- The step's own computation, as JAX has traced it, stands in the twin as it stands in the step's
+  program, with the shardings that it asks for. (As a function that is called it would not do: its
+  results are the same then only up to rounding.) What is taken of a leaf is taken behind an
+  `optimization_barrier` of its own, so that the step's fusions stay what they are.
+- Bytes are taken as unsigned integers (see `bits`).
+- All processes of the world run the same program, so it has nothing of one process in it: which
+  rows a device owns of a leaf that others hold too is told it by an argument, `starts`. A shard of
+  at most SMALL_BYTES is given by every device that holds it, and its owner's is used.
+- The step's outputs lie where they lay when the step itself ran, or there is no twin; and they are
+  committed to their devices if, and only if, they were then: else the step would be compiled again
+  after it.
+- It donates what the step donates and can use.
+- Leaves that the program does not get (NumPy arrays, numbers, arrays on other devices or in another
+  order of them) are staged beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Device
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jaxft.device.bits import bits_of
+from jaxft.device.boxes import count
+from jaxft.device.calls import Call, Traced
+from jaxft.device.layout import Owned
+from jaxft.device.leaves import element, with_literals
+from jaxft.device.pieces import places_of, way_to_pieces
+from jaxft.device.shards import SMALL_BYTES, Plan, device_boxes
+from jaxft.device.sources import Held
+from jaxft.device.transfer import StagedLeaves, Staging, hold_some
+from jaxft.group.manifest import Leaf
+
+
+class Outputs(NamedTuple):
+    """What the step itself gave for a signature: sharding and dimensions of each of its outputs,
+    and whether these are committed to their devices."""
+
+    placed: tuple[tuple[Sharding, int], ...]
+    committed: bool
+
+    @classmethod
+    def of(cls, outputs: Any) -> Outputs:
+        arrays = jax.tree_util.tree_leaves(outputs)
+        return cls(
+            tuple([(array.sharding, array.ndim) for array in arrays]),
+            any(getattr(array, "committed", True) for array in arrays),
+        )
+
+
+class _Cut(NamedTuple):
+    """What the program gives of a leaf: each device's shard, or `rows` rows of it.
+
+    `place` is the leaf's among the call's leaves, `leaf` its number in the plan; `column` is where
+    in `starts` the first row is.
+    """
+
+    place: int
+    leaf: int
+    sharding: NamedSharding | SingleDeviceSharding
+    rows: int = 0
+    column: int = 0
+
+
+class NotTaken(Exception):
+    """Arguments that look like those a program was compiled for, and JAX finds a difference: in the
+    layout of sub-byte elements, for example."""
+
+
+class LoweredTwin:
+    """A twin before it is compiled.
+
+    Args:
+        call: the call that it is for. It is traced, and nothing of it is kept but the function.
+        outputs: of the step itself, for the same call.
+        plan: what is owned of the state.
+        values: the state's leaves.
+
+    Attributes:
+        devices: the program's.
+        text: the program, as StableHLO.
+        in_tree, out_tree: of the compiled program.
+
+    Raises:
+        ValueError: no leaf of the state goes through the step.
+        Exception: whatever JAX raises for a step that cannot be within another program.
+    """
+
+    def __init__(self, call: Call, outputs: Outputs, plan: Plan, values: list[Any]) -> None:
+        traced = call.trace()
+        self.devices = _devices_of(call.leaves)
+        cuts = _cuts(call, plan, values, self.devices)
+        if not cuts:
+            raise ValueError("no array of the state is an argument of the step's program")
+        self._cuts = cuts
+        self._plan = plan
+        self._outputs = outputs
+        self._starts = _starts(cuts, plan)
+        self._out_tree = traced.out_tree
+        self._lowered = self._lower(call, traced)
+        _commit(self._lowered, outputs.committed)
+        self.text = self._lowered.as_text()
+        self.in_tree = self._lowered.in_tree
+        self.out_tree = self._lowered.out_tree
+
+    def _lower(self, call: Call, traced: Traced) -> Any:
+        count = len(call.leaves)
+
+        def twin(*arguments: Any) -> tuple[list[Any], list[Any]]:
+            leaves, starts = arguments[:count], arguments[count:]
+            return traced.compute(*leaves), _hold(self._cuts, leaves, starts)
+
+        program = jax.jit(
+            twin,
+            donate_argnums=_kept(call, traced, self._outputs),
+            in_shardings=traced.in_shardings + (None,) * len(self._starts),
+            out_shardings=(list(traced.out_shardings), [_pinned(cut) for cut in self._cuts]),
+        )
+        return program.lower(*call.leaves, *self._starts)
+
+    def compile(self) -> jax.stages.Compiled:
+        compiled: jax.stages.Compiled = self._lowered.compile()
+        return compiled
+
+    def twin(self, compiled: jax.stages.Compiled) -> Twin:
+        """The twin, from the compiled program.
+
+        Raises:
+            ValueError: the program's outputs lie in other places than the step's.
+        """
+        given, _ = compiled.output_shardings
+        for mine, (own, ndim) in zip(given, self._outputs.placed, strict=True):
+            if not mine.is_equivalent_to(own, ndim):
+                raise ValueError(f"an output of the step is on {own}, and would be on {mine}")
+        return Twin(compiled, self._plan, self._cuts, self._starts, self._out_tree)
+
+
+class Twin:
+    """A compiled twin; `compiled` is its program."""
+
+    def __init__(
+        self,
+        compiled: jax.stages.Compiled,
+        plan: Plan,
+        cuts: tuple[_Cut, ...],
+        starts: list[jax.Array],
+        out_tree: Any,
+    ) -> None:
+        self.compiled = compiled
+        self._plan = plan
+        self._starts = starts
+        self._out_tree = out_tree
+        self._beside = frozenset(range(len(plan.leaves))) - {cut.leaf for cut in cuts}
+        self._wanted = _wanted(plan, cuts)
+
+    def run(self, call: Call, values: list[Any], staging: Staging) -> tuple[StagedLeaves, Any]:
+        """Runs it in place of the step.
+
+        Args:
+            call: the call; what it donates is donated.
+            values: the state's leaves.
+            staging: how leaves are held that do not go through the program.
+
+        Returns:
+            The state's bytes, as they were before the step, and the step's outputs.
+
+        Raises:
+            StagingError: a leaf that does not go through the program could not be taken. Nothing
+                was run.
+            NotTaken: JAX does not take these arguments for the program. Nothing was run.
+        """
+        plan = self._plan
+        leaves = with_literals(plan.leaves, values, plan.literals)
+        taken = hold_some(plan, leaves, values, staging, self._beside)
+        try:
+            given, held = self.compiled(*call.leaves, *self._starts)
+        except (TypeError, ValueError) as error:
+            raise NotTaken(f"{type(error).__name__}: {error}") from error
+        taken.append(functools.partial(_sources, self._wanted, leaves, held))
+        return StagedLeaves(plan, leaves, taken), jax.tree_util.tree_unflatten(
+            self._out_tree, given
+        )
+
+
+def _kept(call: Call, traced: Traced, outputs: Outputs) -> tuple[int, ...]:
+    """Those of the donated leaves whose memory the step's outputs can have. XLA would give the
+    memory of others to an output of their size that is to be in the host's."""
+    free: Counter[Hashable] = Counter()
+    for computed, (sharding, _) in zip(traced.computed, outputs.placed, strict=True):
+        if computed is not None:
+            shape, dtype = computed
+            free[sharding.shard_shape(shape), dtype] += 1
+    kept = []
+    for place in traced.donated:
+        leaf = call.leaves[place]
+        if isinstance(leaf, jax.Array):
+            looks = (leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+            if free[looks] > 0:
+                free[looks] -= 1
+                kept.append(place)
+    return tuple(kept)
+
+
+def _devices_of(leaves: Sequence[Any]) -> tuple[Device, ...]:
+    """The devices of a program with these arguments: several, if any argument is on several."""
+    found: tuple[Device, ...] = ()
+    for leaf in leaves:
+        if isinstance(leaf, jax.Array):
+            devices = _in_order(leaf.sharding)
+            if len(devices) > len(found):
+                found = devices
+    return found
+
+
+def _in_order(sharding: Sharding) -> tuple[Device, ...]:
+    """A sharding's devices, as a program has them; none if that is not known."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return tuple(sharding.mesh.devices.flat)
+    if isinstance(sharding, SingleDeviceSharding):
+        return tuple(sharding.device_set)
+    return ()
+
+
+def _cuts(
+    call: Call, plan: Plan, values: list[Any], devices: tuple[Device, ...]
+) -> tuple[_Cut, ...]:
+    """What the program gives: the same on all processes."""
+    places = {id(leaf): place for place, leaf in enumerate(call.leaves)}
+    columns: dict[Mesh, int] = {}
+    cuts = []
+    for number, (leaf, value) in enumerate(zip(plan.leaves, values, strict=True)):
+        place = places.get(id(value))
+        if place is None or not _goes_along(value, devices):
+            continue
+        rows = _rows(leaf, value.sharding)
+        column = 0
+        if rows:
+            column = columns.setdefault(value.sharding.mesh, 0)
+            columns[value.sharding.mesh] += 1
+        cuts.append(_Cut(place, number, value.sharding, rows, column))
+    return tuple(cuts)
+
+
+def _goes_along(value: Any, devices: tuple[Device, ...]) -> bool:
+    """Whether a leaf is an array on the program's devices, in their usual memory."""
+    if not isinstance(value, jax.Array) or not value.size:
+        return False
+    usual = devices[0].default_memory().kind
+    sharding = value.sharding
+    return _in_order(sharding) == devices and sharding.memory_kind in (None, usual)
+
+
+def _rows(leaf: Leaf, sharding: Sharding) -> int:
+    """How many rows of its shard each of the devices that hold it gives; 0: the whole shard."""
+    boxes = device_boxes(sharding, leaf)
+    box = next(iter(boxes.values()))
+    holders = len(boxes) // len(set(boxes.values()))
+    is_small = count(box) * element(leaf).itemsize <= SMALL_BYTES
+    if leaf.kind != "array" or holders == 1 or is_small:
+        return 0
+    height = box[1][0] - box[0][0]
+    rows = math.ceil(height / holders)
+    return rows if rows < height else 0
+
+
+def _starts(cuts: tuple[_Cut, ...], plan: Plan) -> list[jax.Array]:
+    """For each mesh, in the order in which leaves have it, the first row of each leaf that is cut,
+    by device: int32 of shape (devices, leaves), a row on each device."""
+    owned = _by_leaf(plan)
+    found: list[jax.Array] = []
+    for mesh, members in _by_mesh(cuts).items():
+        table: dict[Device, list[int]] = {}
+        for device in mesh.local_devices:
+            firsts = [_first_row(cut, owned.get(cut.leaf, []), device, plan) for cut in members]
+            table[device] = firsts
+        shape = (mesh.devices.size, len(members))
+        pieces = [
+            jax.device_put(np.array([firsts], np.int32), device) for device, firsts in table.items()
+        ]
+        found.append(jax.make_array_from_single_device_arrays(shape, _spread(mesh), pieces))
+    return found
+
+
+def _first_row(cut: _Cut, owned: list[Owned], device: Device, plan: Plan) -> int:
+    """Of those rows that a device gives; all that it owns are among them."""
+    mine = next((one for one in owned if one.device == device), None)
+    if mine is None:
+        return 0
+    height = mine.shard[1][0] - mine.shard[0][0]
+    return min((mine.rows or (0, 0))[0], height - cut.rows)
+
+
+def _by_leaf(plan: Plan) -> dict[int, list[Owned]]:
+    found: dict[int, list[Owned]] = {}
+    for owned in plan.owned:
+        found.setdefault(owned.range.leaf, []).append(owned)
+    return found
+
+
+def _by_mesh(cuts: tuple[_Cut, ...]) -> dict[Mesh, list[_Cut]]:
+    found: dict[Mesh, list[_Cut]] = {}
+    for cut in cuts:
+        if cut.rows:
+            assert isinstance(cut.sharding, NamedSharding), "others are on one device"
+            found.setdefault(cut.sharding.mesh, []).append(cut)  # type: ignore[arg-type]
+    return found
+
+
+def _spread(mesh: Mesh, memory_kind: str | None = None) -> NamedSharding:
+    """A piece of the first dimension for each device."""
+    spec = PartitionSpec(tuple(mesh.axis_names))  # type: ignore[no-untyped-call]
+    return NamedSharding(mesh, spec, memory_kind=memory_kind)
+
+
+def _pinned(cut: _Cut) -> NamedSharding | None:
+    """Where the program puts what it gives of a leaf."""
+    sharding = cut.sharding
+    if isinstance(sharding, SingleDeviceSharding):
+        return None
+    if cut.rows:
+        return _spread(sharding.mesh, "pinned_host")  # type: ignore[arg-type]
+    return NamedSharding(sharding.mesh, sharding.spec, memory_kind="pinned_host")
+
+
+def _hold(cuts: tuple[_Cut, ...], leaves: Sequence[Any], starts: Sequence[Any]) -> list[Any]:
+    """What is taken of the leaves. Within `jit`."""
+    by_mesh = dict(zip(_by_mesh(cuts), starts, strict=True))
+    held = []
+    for cut in cuts:
+        value = leaves[cut.place]
+        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            value = jax.random.key_data(value)
+        value = jax.lax.optimization_barrier(value)  # type: ignore[no-untyped-call]
+        sharding = cut.sharding
+        if isinstance(sharding, SingleDeviceSharding):
+            held.append(jax.device_put(bits_of(value), jax.memory.Space.Host))
+        elif cut.rows:
+            mesh: Any = sharding.mesh
+            each = jax.shard_map(
+                functools.partial(_cut, rows=cut.rows, column=cut.column),
+                mesh=mesh,
+                in_specs=(sharding.spec, _spread(mesh).spec),
+                out_specs=_spread(mesh).spec,
+                check_vma=False,
+            )
+            held.append(each(value, by_mesh[mesh]))
+        else:
+            held.append(bits_of(value))
+    return held
+
+
+def _cut(shard: jax.Array, starts: jax.Array, *, rows: int, column: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(bits_of(shard), starts[0, column], rows, 0)
+
+
+def _commit(lowered: Any, committed: bool) -> None:
+    """An output in host memory makes JAX commit all outputs to their devices. If the step's own are
+    not, the step would be compiled once more for the twin's. What says so is private to JAX; where
+    it is not found, that compilation is all that it costs."""
+    told = getattr(getattr(lowered, "_lowering", None), "compile_args", None)
+    if isinstance(told, dict) and "committed" in told:
+        told["committed"] = committed
+
+
+class _Wanted(NamedTuple):
+    """What is owned of the shard, or of its rows, that a device gave as output `number`."""
+
+    owned: Owned
+    number: int
+    rows: tuple[int, int] | None
+
+
+def _wanted(plan: Plan, cuts: tuple[_Cut, ...]) -> list[_Wanted]:
+    by_leaf = _by_leaf(plan)
+    found = []
+    for number, cut in enumerate(cuts):
+        for owned in by_leaf.get(cut.leaf, []):
+            assert owned.device is not None, "it is an array"
+            rows = owned.rows
+            if cut.rows:
+                first, end = rows or (0, owned.shard[1][0] - owned.shard[0][0])
+                start = _first_row(cut, [owned], owned.device, plan)
+                rows = (first - start, end - start)
+                assert 0 <= rows[0] <= rows[1] <= cut.rows, "the program gives all that is owned"
+            found.append(_Wanted(owned, number, rows))
+    return found
+
+
+def _sources(wanted: list[_Wanted], leaves: tuple[Leaf, ...], held: list[jax.Array]) -> list[Held]:
+    """What of the part the program's outputs are. The list of these is emptied."""
+    places: dict[Sharding, dict[Device, int]] = {}
+    pieces_of = way_to_pieces()
+    found = []
+    for owned, number, rows in wanted:
+        array = held[number]
+        where = places.get(array.sharding)
+        if where is None:
+            where = places[array.sharding] = places_of(array)
+        assert owned.device is not None, "it is an array"
+        found.append(Held(owned, leaves, pieces_of(array)[where[owned.device]], rows))
+    held.clear()
+    return found

@@ -1,0 +1,50 @@
+"""Worlds of real JAX processes whose step takes the snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.test_training import Job, digests, restored
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    one = Job(tmp_path)
+    yield one
+    one.close()
+
+
+def test_a_rank_dies_while_the_twin_runs_and_training_is_undisturbed_case_20_21(job: Job) -> None:
+    hosts = job.add_hosts("h0", "h1")
+    ranks = job.run(hosts, steps=9, every=2, fresh=True)
+    ranks.finish()
+    truth = digests(ranks)
+
+    ranks = job.run(
+        hosts, steps=9, every=2, fresh=True, wrap="all", faults="stage.half:rank=1,seq=3=kill"
+    )
+    ranks.die(1)
+    assert digests(ranks).items() <= truth.items()
+
+    ranks = job.run(hosts, steps=9, every=2, wrap="all")
+    ranks.finish()
+    found = restored(ranks)
+    assert (found["step"], found["digest"]) == (4, truth[4])
+    assert digests(ranks).items() <= truth.items()
+    assert max(digests(ranks)) == 9
+    for rank in range(2):
+        assert ranks.said(rank, "done")[0]["twins"] == 1
+
+
+def test_no_rank_runs_the_twin_if_one_does_not(job: Job) -> None:
+    """Nobody hangs in a collective that the other does not run, and snapshots are taken."""
+    hosts = job.add_hosts("h0", "h1")
+    ranks = job.run(hosts, steps=9, every=1, fresh=True, wrap="not 1")
+    ranks.finish()
+    for rank in range(2):
+        assert ranks.said(rank, "done")[0]["twins"] == 0
+        assert [one["skipped"] for one in ranks.said(rank, "stepped")] == [None] * 9
+    assert "the other ranks do not run it" in ranks.log(0)
