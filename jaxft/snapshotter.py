@@ -573,7 +573,8 @@ class Snapshotter:
         kind = type(error) if isinstance(error, SnapshotError) else SnapshotLost
         failure = kind(f"host {self.env.host}, step {receipt.step}: {error}")
         if not receipt.protected.done():
-            if loud:
+            # What ended the connection for good was said when it did.
+            if loud and error is not self.client.failure:
                 _log.error("%s", failure)
             with self._lock:
                 self._last_failure = failure

@@ -88,6 +88,8 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     `holders` have memory of earlier generations and no ranks. `fresh` ignores all earlier memory.
     `expected` is the newest committed snapshot that the store knows of, `expected_step` its step
     (None and -1: none): where nobody's memory knows of it any more, it is lost, and not unheard of.
+    `attached`: the one rank was not started by its host's agent and does not end with it: only the
+    next generation ends it.
     """
 
     job: str
@@ -101,6 +103,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     fresh: bool = False
     expected: SnapshotId | None = None
     expected_step: int = -1
+    attached: bool = False
     reason: str = ""
 
     @property

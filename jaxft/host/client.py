@@ -15,7 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from jaxft.errors import ChannelClosed, JaxftError, PeerUnreachable, ProtocolError, WireError
+from jaxft.errors import (
+    ChannelClosed,
+    JaxftError,
+    PeerUnreachable,
+    ProtocolError,
+    SnapshotLost,
+    WireError,
+)
 from jaxft.group.messages import Outcome, PersistOrder, RankOptions
 from jaxft.host import protocol as p
 from jaxft.host.local import LocalChannel, connect
@@ -28,6 +35,12 @@ RECONNECT_S = 60.0
 POLL_S = 5.0
 RETRY_S = 0.02
 BYE_S = 2.0
+# Beside the SMP's socket, held by whoever keeps that SMP, and removed with it (`launch.hostdir`).
+LOCK = "lock"
+ADVICE = (
+    "Training goes on, and nothing protects this script any more: end this Snapshotter with "
+    "close(failing=True) and make another one, which protects what it saves"
+)
 
 
 class SmpClient:
@@ -80,6 +93,7 @@ class SmpClient:
         self._open: dict[str, p.ClientMessage] = {}
         self._slots: list[Arena] = []
         self._closing = False
+        self._is_kept = path.with_name(LOCK).exists()
         self._changed = threading.Condition()
         self._channel, self.welcome = self._arrive(connect_s)
         self._thread = threading.Thread(target=self._run, daemon=True, name="jaxft-smp-client")
@@ -223,6 +237,14 @@ class SmpClient:
         self._channel.close()
         deadline = time.monotonic() + self.reconnect_s
         while not self._closing and time.monotonic() < deadline and self.failure is None:
+            if self._is_kept and not self.path.with_name(LOCK).exists():
+                self._fail(
+                    SnapshotLost(
+                        f"the snapshot process of host {self.welcome.host} has ended with the "
+                        f"process that kept it, and the snapshots in its memory are gone. {ADVICE}"
+                    )
+                )
+                return
             try:
                 channel, welcome = self._let_in(2.0)
             except ProtocolError as refusal:
@@ -245,6 +267,7 @@ class SmpClient:
             )
 
     def _fail(self, error: JaxftError) -> None:
+        _log.error("%s", error)
         with self._changed:
             self.failure = error
             self._closing = True
@@ -279,13 +302,15 @@ class SmpClient:
                     self.fetched[message.number] = (message, arena)
                 case p.PersistTold():
                     self.persist, self.persist_told = message.order, message
-                case p.Refused():
+                case p.Refused() | p.Ended():
                     pass
                 case _:
                     _log.warning("the snapshot process said %s", type(message).__name__)
             self._changed.notify_all()
         if isinstance(message, p.Refused):
             self._fail(ProtocolError(f"the snapshot process: {message.reason}"))
+        elif isinstance(message, p.Ended):
+            self._fail(SnapshotLost(message.reason))
         for listener in self.listeners:
             listener(message)
 

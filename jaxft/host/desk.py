@@ -2,6 +2,10 @@
 
 The agent is always let in. A rank or helper is let in when the SMP has entered its generation; one
 that comes earlier waits, one of another generation is refused.
+
+An agent that dies takes the ranks that it started with it: there must be no second world. A rank
+that has only attached is nobody's world but its own, and goes on: no slot is granted to another
+generation before this rank is dead or has left, so no two ever write.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from jaxft.errors import JaxftError, ReadCancelled
 from jaxft.group import events as e
 from jaxft.group.messages import PersistState, RankOptions
 from jaxft.host import protocol as p
+from jaxft.host.client import ADVICE
 from jaxft.host.clients import Client, Clients
 from jaxft.host.driver import Driver, describe_slot
 from jaxft.host.memory import Arena
@@ -32,6 +37,7 @@ class Desk:
         self.clients = clients
         self.stopping = False
         self.agent_seen = False
+        self._agent_pid = 0
         self._fetched: dict[tuple[int, int], Arena] = {}
         self._early: list[tuple[Client, p.WantManifests | p.Fetch]] = []
 
@@ -59,12 +65,14 @@ class Desk:
                     self._from_rank(client, message)
 
     def left(self, client: Client) -> None:
-        """A client's connection ended. When it was the agent, its ranks must not go on alone."""
+        """A client's connection ended. When it was the agent, the ranks that it has started must
+        not go on alone."""
         for key in [key for key in self._fetched if key[0] == id(client)]:
             self._fetched.pop(key).close()
         if client.role == "agent" and client.seated and not self.stopping:
             _log.warning("the agent (pid %d) is gone", client.channel.peer_pid)
-            self.clients.kill_writers()
+            if not self._is_attached:
+                self.clients.kill_writers()
 
     # -------------------------------------------------------------------- who it is
 
@@ -89,7 +97,8 @@ class Desk:
         client.seated = True
         shares = self.driver.shares
         fds = [arena.fd for arena in shares.arenas]
-        client.tell(self._welcome(), fds)
+        writers = tuple(self.clients.living_writers()) if hello.role == "agent" else ()
+        client.tell(self._welcome(writers), fds)
         if hello.role == "agent":
             self.agent_seen = True
         elif hello.role == "rank":
@@ -111,16 +120,45 @@ class Desk:
         ):
             return True
         if hello.generation < known or (generation is not None and hello.generation == known):
-            client.tell(
-                p.Refused(
-                    reason=f"this process belongs to generation {hello.generation}, host "
-                    f"{self.driver.host} is in generation {known}"
-                )
+            reason = (
+                f"this process belongs to generation {hello.generation}, host "
+                f"{self.driver.host} is in generation {known}"
             )
+            if self._is_attached:
+                reason += f": its place, or its memory, is another one's by now. {ADVICE}"
+            client.tell(p.Refused(reason=reason))
             client.channel.close()
         return False
 
-    def _welcome(self) -> p.Welcome:
+    @property
+    def _is_attached(self) -> bool:
+        """Was this generation's rank not started by the agent?"""
+        generation = self.driver.core.keeper.generation
+        return generation is not None and generation.attached
+
+    def _agent_is(self, pid: int) -> None:
+        """Another agent has come to a generation that is going on: the helper of a persist died
+        with the one before it, or was never started."""
+        before, self._agent_pid = self._agent_pid, pid
+        order = self.driver.core.keeper.directive.persist
+        if before in (0, pid) or not self._is_attached or order is None:
+            return
+        if order.wanted and not order.result:
+            detail = "the agent that had started its helper has died"
+            state = PersistState(number=order.number, state="failed", detail=detail)
+            self.driver.happen(e.PersistProgressed(state))
+
+    def _stop(self) -> None:
+        self.stopping = True
+        reason = (
+            f"the snapshot process of host {self.driver.host} was told to end, and the snapshots "
+            "in its memory are gone"
+        )
+        if self._is_attached:
+            reason += f". {ADVICE}"
+        self.clients.tell(p.Ended(reason=reason), "rank", "helper")
+
+    def _welcome(self, writers: tuple[int, ...]) -> p.Welcome:
         driver = self.driver
         ledger = driver.ledger
         sizes = [slot.size_bytes for slot in driver.shares.slots]
@@ -136,6 +174,7 @@ class Desk:
             newest=max(held, default=None),
             options=next(iter(driver.core.keeper.options.values()), None),
             code=driver.group_code(),
+            writers=writers,
         )
 
     # -------------------------------------------------------------------- what it wants
@@ -144,10 +183,11 @@ class Desk:
         match message:
             case p.Enter():
                 self.driver.happen(e.EnterWanted(message.generation))
+                self._agent_is(client.channel.peer_pid)
             case p.SnapshotNow():
                 self.driver.happen(e.TurnWanted(message.reason))
             case p.Stop():
-                self.stopping = True
+                self._stop()
             case p.HelperState():
                 self._helper_state(message)
             case _:
@@ -164,6 +204,8 @@ class Desk:
                 happen(e.RankFailed(rank, message.attempt, message.reason, message.damaged))
             case p.Bye():
                 self.clients.forget_writer(client.channel.peer_pid)
+                if self._is_attached:
+                    self.clients.tell(p.RankLeft(pid=client.channel.peer_pid), "agent")
                 client.channel.close()
             case p.Reserve():
                 client.tell(p.Reserved(error=self.driver.reserve(message.nbytes)))

@@ -193,7 +193,8 @@ ClientMessage = (
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     """`fds` names the descriptors that come with it: "ledger", "slot0", "slot1". `address` is where
     peers reach this SMP, `newest` the newest snapshot it holds, `options` what its ranks want,
-    `code` what its group has in this generation ("K+M"; "" before the first one)."""
+    `code` what its group has in this generation ("K+M"; "" before the first one). `writers`, told
+    to an agent, are the processes that live and may write into a slot."""
 
     host: str
     pid: int
@@ -205,6 +206,13 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     newest: SnapshotId | None = None
     options: RankOptions | None = None
     code: str = ""
+    writers: tuple[int, ...] = ()
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """To ranks and helpers: this SMP was told to end, and its memory goes."""
+
+    reason: str
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
@@ -309,6 +317,12 @@ class Announced(msgspec.Struct, frozen=True, kw_only=True, tag="announced"):
     detail: dict[str, str | int | float]
 
 
+class RankLeft(msgspec.Struct, frozen=True, kw_only=True, tag="rank_left"):
+    """To the agent: process `pid`, a rank that it has not started, writes no more. It may live."""
+
+    pid: int
+
+
 class Inspection(msgspec.Struct, frozen=True, kw_only=True, tag="inspection"):
     """The answer to `Inspect`, as JSON-like values."""
 
@@ -317,6 +331,7 @@ class Inspection(msgspec.Struct, frozen=True, kw_only=True, tag="inspection"):
 
 ServerMessage = (
     Welcome
+    | Ended
     | Refused
     | Reserved
     | PlanTold
@@ -331,6 +346,7 @@ ServerMessage = (
     | PersistTold
     | FaultTold
     | Announced
+    | RankLeft
     | Inspection
 )
 

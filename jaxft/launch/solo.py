@@ -4,6 +4,10 @@ It is the agent of a world of one host whose rank it did not start: it keeps the
 script that attaches (see `host.attach`) a generation of its own, and starts persist helpers. When
 the script says that it has finished, the SMP and its memory go; when it dies, they wait `orphan_s`
 for the next one. No store is needed: the generation's number is in the SMP's memory.
+
+A keeper that is killed leaves the SMP and the script, which starts the next keeper. That adopts the
+SMP and takes the script back in its generation. Until then the place is the script's, as long as it
+lives and has not left: nobody else gets it.
 """
 
 from __future__ import annotations
@@ -61,6 +65,7 @@ class Solo:
         self._number = 0
         self._generation: Generation | None = None
         self._script: LocalChannel | None = None
+        self._left_over: dict[int, int] = {}  # scripts of a dead keeper that live, with pidfds
         self._asking: list[LocalChannel] = []
         self._persisting = Persisting(self.options, self._smp)
         self._finished = False
@@ -69,7 +74,12 @@ class Solo:
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
-        """Serves scripts until one has finished, none has come for `orphan_s`, or on SIGTERM."""
+        """Serves scripts until one has finished, none has come for `orphan_s`, or on SIGTERM.
+
+        Raises:
+            LaunchError: the SMP does not stay alive.
+        """
+        reason = "it was told to"
         signal.signal(signal.SIGTERM, self._on_signal)
         self._smp.begin()
         try:
@@ -80,8 +90,11 @@ class Solo:
                 self._serve()
                 if failure := self._persisting.poll():
                     _say(failure)
+        except BaseException as error:
+            reason = str(error) or repr(error)
+            raise
         finally:
-            self._shut_down()
+            self._shut_down(reason)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._told_to_end = True
@@ -89,9 +102,10 @@ class Solo:
             os.write(self._wake_w, b"!")
 
     def _over(self) -> bool:
+        if self._who_sits_there() is not None:
+            self._left_s = time.monotonic()
         alone_s = time.monotonic() - self._left_s
-        ended = self._finished or self._told_to_end
-        return ended or (self._script is None and alone_s > self.options.orphan_s)
+        return self._finished or self._told_to_end or alone_s > self.options.orphan_s
 
     def _wait(self) -> None:
         poller = select.poll()
@@ -103,7 +117,10 @@ class Solo:
         calm = self._smp.is_calm and self._script is not None
         poller.poll(1000 * (self._smp.look_s if calm else TICK_S))
 
-    def _shut_down(self) -> None:
+    def _shut_down(self, reason: str) -> None:
+        if self._script is not None:
+            with contextlib.suppress(WireError):
+                self._script.send(attach.encode(attach.Over(reason=reason)), timeout_s=1.0)
         self._listener.close()
         for channel in (*self._asking, *([self._script] if self._script is not None else [])):
             channel.close()
@@ -112,6 +129,7 @@ class Solo:
         wake, self._wake_w = self._wake_w, -1
         os.close(wake)
         os.close(self._wake_r)
+        self._nobody_is_left()
         remove(self.directory, self._lock, keep_logs=not self._finished)
 
     # -------------------------------------------------------------------- the SMP
@@ -122,6 +140,10 @@ class Solo:
                 self._number = max(self._number, welcome.generation)
                 if self._generation is not None:
                     self._smp.enter(self._generation)
+                else:
+                    self._find_left_over(welcome.writers)
+            case protocol.RankLeft(pid=pid):
+                self._forget_left_over(pid)
             case protocol.PersistTold(order=order):
                 self._persisting.ordered(order, self._generation)
             case protocol.FaultTold(reason=reason):
@@ -130,6 +152,52 @@ class Solo:
                 _say(f"{kind} {detail}")
             case _:
                 pass
+
+    # -------------------------------------------------------------------- a dead keeper's script
+
+    def _find_left_over(self, pids: tuple[int, ...]) -> None:
+        """Processes that the SMP says are its rank; nobody has been seated by this keeper yet."""
+        self._nobody_is_left()
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                self._left_over[pid] = os.pidfd_open(pid)
+
+    def _forget_left_over(self, pid: int) -> None:
+        fd = self._left_over.pop(pid, -1)
+        if fd >= 0:
+            os.close(fd)
+
+    def _nobody_is_left(self) -> None:
+        for pid in list(self._left_over):
+            self._forget_left_over(pid)
+
+    def _who_sits_there(self) -> int | None:
+        """The process that has the place, or may come back to it."""
+        if self._script is not None:
+            return self._script.peer_pid
+        for pid, fd in list(self._left_over.items()):
+            if not select.select([fd], [], [], 0)[0]:
+                return pid
+            self._forget_left_over(pid)
+        return None
+
+    def _comes_back(self, wish: attach.Attach, welcome: protocol.Welcome) -> bool:
+        """Is it the script whose memory this is, and which nobody has followed since?"""
+        generation = wish.generation
+        return (
+            generation is not None
+            and self._script is None
+            and self._generation in (None, generation)
+            and generation.hosts[0].arena == welcome.arena
+            and generation.number >= welcome.generation
+        )
+
+    def _take_back(self, script: LocalChannel, wish: attach.Attach) -> None:
+        """Gives a script its place again, in its generation."""
+        assert wish.generation is not None
+        self._number = wish.generation.number
+        self._enter(script, wish.generation)
+        _say(f"process {script.peer_pid} has come back, in generation {self._number}")
 
     # -------------------------------------------------------------------- scripts
 
@@ -152,7 +220,7 @@ class Solo:
                 self._finished = self._finished or isinstance(message, attach.Finished)
         if script.ended:
             script.close()
-            self._script, self._left_s = None, time.monotonic()
+            self._script = None
 
     def _answer(self, asking: LocalChannel, welcome: protocol.Welcome) -> None:
         """Seats a script that has said what it wants, or tells it who sits there."""
@@ -168,32 +236,41 @@ class Solo:
         self._asking.remove(asking)
         if asking.ended:
             asking.close()
-        elif self._script is not None:
-            with contextlib.suppress(WireError):
-                asking.send(attach.encode(attach.Occupied(pid=self._script.peer_pid)))
-            asking.close()
+            return
+        wish, sits_there = wishes[0], self._who_sits_there()
+        if sits_there in (None, asking.peer_pid) and self._comes_back(wish, welcome):
+            self._take_back(asking, wish)
+        elif sits_there is None:
+            self._seat(asking, wish, welcome)
         else:
-            self._seat(asking, wishes[0].floor, welcome)
+            with contextlib.suppress(WireError):
+                asking.send(attach.encode(attach.Occupied(pid=sits_there)))
+            asking.close()
 
-    def _seat(self, script: LocalChannel, floor: int, welcome: protocol.Welcome) -> None:
-        """Gives a script the place, in a generation of its own."""
-        self._script = script
-        self._number = max(self._number, floor)
-        self._generation = self._next_generation(welcome)
+    def _seat(self, script: LocalChannel, wish: attach.Attach, welcome: protocol.Welcome) -> None:
+        """Gives a script the place, in a generation of its own. One whose memory was lost with its
+        keeper keeps the place so; the SMP tells its rank that it belongs nowhere any more."""
+        left = 0 if wish.generation is None else wish.generation.number
+        self._number = max(self._number, wish.floor, left)
+        self._enter(script, self._next_generation(welcome))
+
+    def _enter(self, script: LocalChannel, generation: Generation) -> None:
+        self._script, self._generation = script, generation
+        self._nobody_is_left()
         self._persisting.leave()
-        self._smp.enter(self._generation)
+        self._smp.enter(generation)
         env = config.RankEnv(
             job=self.options.job,
             host=self.options.host,
-            generation=self._generation.number,
-            nonce=self._generation.nonce,
+            generation=generation.number,
+            nonce=generation.nonce,
             rank=0,
             ranks=1,
             coordinator="",
             smp=str(self._smp.socket),
         )
         with contextlib.suppress(WireError):
-            script.send(attach.encode(attach.Seated(env=env)))
+            script.send(attach.encode(attach.Seated(env=env, generation=generation)))
 
     def _next_generation(self, welcome: protocol.Welcome) -> Generation:
         self._number += 1
@@ -206,6 +283,7 @@ class Solo:
             hosts=(member,),
             groups=form_groups(1, code),
             code=code,
+            attached=True,
             reason="a script attached",
         )
 

@@ -24,6 +24,7 @@ from tests.host.ranks import WAIT_S
 from tests.host.world import World, segments, until
 
 PAIR = Code(data=1, parity=1)
+LONE = Code(data=1, parity=0)
 
 
 def test_the_snapshot_process_as_the_agent_starts_it(make_hosts):
@@ -69,6 +70,25 @@ def test_ranks_end_with_their_agent_and_a_new_one_adopts_the_memory(make_hosts):
     assert hosts[0].welcome.arena == arena
     assert hosts[0].welcome.newest.seq == 0
     assert World(hosts, 2, PAIR).restore(datas).source == "own"
+
+
+def test_a_rank_that_no_agent_started_goes_on_until_another_has_its_place(make_hosts):
+    (host,) = make_hosts(1)
+    world = World([host], 1, LONE, attached=True)
+    world.restore()
+    datas = segments(1)
+    assert world.save(0, 1, datas).ok
+    host.leave()
+    assert world.save(1, 2, datas).ok
+    host.join()
+    assert host.welcome.writers == (world.ranks[0].pid,)
+    world.enter(host)
+    newer = segments(1, 3)
+    assert world.save(2, 3, newer).ok
+    host.leave()
+    host.join()
+    assert World([host], 2, LONE, kill=False, attached=True).restore(newer).source == "own"
+    assert not world.ranks[0].alive
 
 
 def test_without_an_agent_it_ends_after_a_while(make_hosts):

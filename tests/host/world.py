@@ -184,6 +184,7 @@ def generation_of(
     fresh: bool = False,
     holders: Sequence[Host] = (),
     ranks: int = 1,
+    attached: bool = False,
 ) -> Generation:
     """A generation with `ranks` ranks a host."""
 
@@ -199,6 +200,7 @@ def generation_of(
         groups=form_groups(len(hosts), code),
         code=code,
         fresh=fresh,
+        attached=attached,
     )
 
 
@@ -221,11 +223,12 @@ class World:
         ranks: int = 1,
         every: int = 1,
         kill: bool = True,
+        attached: bool = False,
     ) -> None:
         self.hosts = list(hosts)
         self.holders = list(holders)
         self.generation = generation_of(
-            hosts, number, code, fresh=fresh, holders=holders, ranks=ranks
+            hosts, number, code, fresh=fresh, holders=holders, ranks=ranks, attached=attached
         )
         self.options = RankOptions(every_steps=every, storage=storage)
         for host in (*hosts, *holders):
