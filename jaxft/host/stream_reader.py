@@ -175,9 +175,8 @@ class _Server(Generic[T]):
         self._fds: list[int] = []
         self._files: list[Lent] = []
         self._lent = lent
-        # Where what a key stands for begins, in which file; and what was found there unasked.
+        # Where what a key stands for begins, in which file.
         self._places: dict[bytes, tuple[Lent, int]] = {}
-        self._found: deque[tuple[ReadRequest[T], memoryview]] = deque()
         self._retry_at_s = 0.0
         self._retry_s = _RETRY_S
         self.silent_s = 0.0
@@ -191,27 +190,26 @@ class _Server(Generic[T]):
     def wants(self) -> int:
         return select.POLLIN if self._connected else select.POLLOUT
 
-    def ask(self, request: ReadRequest[T]) -> bool:
-        """Asks, unless the server has said before where it lies; whether it can be taken now."""
-        if self._find(request):
-            return True
+    def ask(self, request: ReadRequest[T]) -> memoryview | None:
+        """Asks, unless the server has said before where it lies: then that is returned."""
+        view = self._find(request)
+        if view is not None:
+            return view
         if not self.owes:
             self.silent_s = 0.0
         self.owes.append(request)
         if self._connected:
             self._send(request)
-        return False
+        return None
 
-    def _find(self, request: ReadRequest[T]) -> bool:
+    def _find(self, request: ReadRequest[T]) -> memoryview | None:
         file, base = self._places.get(request.key, (None, 0))
         if file is None:
-            return False
+            return None
         try:
-            view = file.view(base + request.offset, request.nbytes)
+            return file.view(base + request.offset, request.nbytes)
         except ValueError:  # the server's to refuse
-            return False
-        self._found.append((request, view))
-        return True
+            return None
 
     def mind_connection(self, now_s: float) -> None:
         """Connects, if it is time to; asks again for all that is owed once connected."""
@@ -269,8 +267,6 @@ class _Server(Generic[T]):
         Raises:
             ProtocolError: what came is none.
         """
-        if self._found:
-            return self._found.popleft()
         if self._target is None:
             if not self._fill(self._header):
                 return None
@@ -385,6 +381,7 @@ class _Reading(Generic[T]):
         self._started_s = self._last_tick_s = time.monotonic()
         self._servers: dict[str, _Server[T]] = {}
         self._ready: deque[_Server[T]] = deque()
+        self._found: deque[tuple[ReadRequest[T], memoryview]] = deque()  # without being asked for
         self._buffers = _Buffers()
         self._lent = lent
         self._held = 0
@@ -397,9 +394,9 @@ class _Reading(Generic[T]):
             check_size(request)
             self._held += 1
             self._held_bytes += request.nbytes
-            server = self._server(request.address)
-            if server.ask(request):
-                self._ready.append(server)
+            view = self._server(request.address).ask(request)
+            if view is not None:
+                self._found.append((request, view))
             self._coming = next(self._requests, None)
         return self._held > 0
 
@@ -408,15 +405,18 @@ class _Reading(Generic[T]):
         self._held_bytes -= request.nbytes
 
     def receive(self) -> tuple[ReadRequest[T], memoryview | Refused] | None:
-        """The next answer, after waiting about CANCEL_POLL_S at most for it."""
+        """The next answer, after waiting about CANCEL_POLL_S at most for it. One that has arrived
+        comes before what was found: so nobody is taken for silent while much is found elsewhere."""
         heard: set[str] = set()
-        if not self._ready:
-            self._wait()
-        taken = None
+        if not self._ready and any(server.owes for server in self._servers.values()):
+            self._wait(0.0 if self._found else CANCEL_POLL_S)
+        taken: tuple[ReadRequest[T], memoryview | Refused] | None = None
         while self._ready and taken is None:
             server = self._ready.popleft()
             heard.add(server.address)
             taken = server.take()
+        if taken is None and self._found:
+            taken = self._found.popleft()
         # Arrivals first: who was busy elsewhere for long must not take that for silence.
         self._check(heard | {server.address for server in self._ready})
         return taken
@@ -425,7 +425,7 @@ class _Reading(Generic[T]):
         for server in self._servers.values():
             server.close()
 
-    def _wait(self) -> None:
+    def _wait(self, timeout_s: float) -> None:
         """Waits until servers have something to say, in turn."""
         now_s = time.monotonic()
         poller = select.poll()
@@ -436,7 +436,7 @@ class _Reading(Generic[T]):
             if server.fileno() >= 0:
                 by_fd[server.fileno()] = server
                 poller.register(server.fileno(), server.wants)
-        for fd, _ in poller.poll(CANCEL_POLL_S * 1000):
+        for fd, _ in poller.poll(timeout_s * 1000):
             server = by_fd[fd]
             if server.wants == select.POLLOUT:
                 server.ready()

@@ -43,9 +43,9 @@ BUSY_S = 0.5
 OPEN_S = 2.0
 POLL_S = 0.025
 # A write is heard of before it is to be seen: the log is written to, then the index in shared
-# memory, of which nobody hears. It is looked for every SOON_S, for UNSEEN_S at most.
+# memory, of which nobody hears, however long that takes. So who has found somebody writing looks
+# again every SOON_S.
 SOON_S = 0.005
-UNSEEN_S = 1.0
 APPLICATION_ID = 0x6A786674  # "jxft": in the file's header, so that no other database is taken
 SCHEMA_VERSION = 2
 SCHEMA = (
@@ -109,6 +109,7 @@ class SqliteStore:
         self._slack_s = 0.0  # by how much that may be later
         self._leases: dict[str, _Row] = {}  # as they were last read
         self._seen = _Seen()
+        self._failed = False  # the last transaction: an absent store takes no renewal
         # Held for a read or a write: SQLite's own deadline bounds these.
         self._lock = threading.RLock()
         self._refuse_network(_mount_table() if mounts is None else mounts)
@@ -167,17 +168,17 @@ class SqliteStore:
         wait_s = 0.0
         while True:
             if watch.wait(wait_s):
-                seen.heard_s, seen.quiet = time.monotonic(), False
+                seen.quiet = False
             self._check_same_file()
             now_s = time.monotonic()
-            if (not seen.quiet and self._look(watch, now_s)) or self._has_dead(now_s):
+            if (not seen.quiet and self._look(watch)) or self._has_dead(now_s):
                 return True
             if now_s >= deadline_s:
                 return False
             until_s = max(now_s, self._look_s)
             if until_s > deadline_s - self._slack_s:
                 until_s = deadline_s
-            if now_s - seen.heard_s < UNSEEN_S:
+            if watch.is_watching and not seen.quiet:
                 until_s = min(until_s, now_s + SOON_S)
             wait_s = until_s - now_s
 
@@ -268,15 +269,18 @@ class SqliteStore:
     @contextlib.contextmanager
     def _transaction(self, kind: str) -> Iterator[sqlite3.Connection]:
         with self._lock, _mapped_errors(self.path):
-            self._check_same_file()
-            self._connection.execute(f"BEGIN {kind}")
             try:
+                self._check_same_file()
+                self._connection.execute(f"BEGIN {kind}")
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
+                self._failed = True
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
+            # Whoever reads needs no lock, and says nothing of those who do.
+            self._failed = self._failed and kind == "DEFERRED"
 
     def _check_same_file(self) -> None:
         for path, known in self._file_ids.items():
@@ -343,17 +347,33 @@ class SqliteStore:
         if deleted:
             self._next_revision()
 
-    def _look(self, watch: FileWatch, now_s: float) -> bool:
-        """Whether somebody has written. If not, and more would be heard of, the thread is quiet."""
-        seen = self._seen
+    def _look(self, watch: FileWatch) -> bool:
+        """Whether somebody has written. If not, nobody is writing, and more would be heard of, the
+        thread is quiet."""
         watch.clear()
-        known = seen.writes
-        if self._moved():
-            return True
-        if seen.writes != known:
-            seen.heard_s = float("-inf")
-        seen.quiet = watch.is_watching and now_s - seen.heard_s >= UNSEEN_S
-        return False
+        with self._lock, _mapped_errors(self.path):
+            nobody_writes = watch.is_watching and self._keep_writers_away()
+            try:
+                moved = self._moved()
+            finally:
+                if nobody_writes:
+                    self._connection.execute("ROLLBACK")
+        self._seen.quiet = watch.is_watching and nobody_writes and not moved
+        return moved
+
+    def _keep_writers_away(self) -> bool:
+        """Begins a transaction, unless somebody is within one that writes."""
+        execute = self._connection.execute
+        execute("PRAGMA busy_timeout = 0")
+        try:
+            execute("BEGIN IMMEDIATE")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                raise
+            return False
+        finally:
+            execute(f"PRAGMA busy_timeout = {round(BUSY_S * 1000)}")
+        return True
 
     def _moved(self) -> bool:
         """Whether the revision is another than at the last read; cheap when nobody wrote."""
@@ -403,10 +423,12 @@ class SqliteStore:
             return self._is_quiet()
 
     def _is_quiet(self) -> bool:
-        """Is what this thread has read last all that was written? A commit is heard of before
-        anybody can see it."""
+        """Is what this thread has read last all that was written, and does the store answer, as far
+        as is known? A commit is heard of before anybody can see it."""
         seen = self._seen
-        return seen.quiet and seen.watch is not None and not seen.watch.wait(0.0)
+        if self._failed or not seen.quiet or seen.watch is None:
+            return False
+        return not seen.watch.wait(0.0)
 
     def _tick(self, key: str, owner: str, place: int, count: int) -> bool:
         with self._transaction("IMMEDIATE") as connection:
@@ -472,15 +494,13 @@ class _Seen(threading.local):
     """What a thread knows: what one has read, another has not.
 
     `revision` is the store's at the thread's last read; `writes` counts those of other connections
-    and of this one, up to which the revision was still the same. `heard_s` is when it was told of a
-    write that it has not seen. `quiet` is set when its last look saw all that was written, and it
-    would be told of more: then nothing has to be looked for.
+    and of this one, up to which the revision was still the same. `quiet` is set when its last look
+    saw all that was written, and it would be told of more: then nothing has to be looked for.
     """
 
     watch: FileWatch | None = None
     revision: int | None = None
     writes: tuple[int, int] | None = None
-    heard_s: float = float("-inf")
     quiet: bool = False
 
 

@@ -592,6 +592,34 @@ def test_a_reader_that_is_busy_elsewhere_blames_nobody(transport: Transport) -> 
     assert count == 4
 
 
+def test_a_server_is_not_silent_while_much_is_found_at_another(
+    transport: Transport, shared: Arena
+) -> None:
+    """One server has said where its bytes lie, and they are taken without asking. What the other
+    has answered meanwhile is heard, however much of that there is."""
+    answered = threading.Event()
+
+    def later(key: bytes, offset: int, nbytes: int) -> Shared:
+        answered.wait(0.05)
+        return Shared(shared.view(offset, nbytes).data, shared.fd, offset)
+
+    first, other = transport.serve(share(shared)), transport.serve(later)
+
+    def requests() -> Iterator[ReadRequest[int]]:
+        yield ReadRequest(first.address, b"x", 0, 5000, 0)
+        yield ReadRequest(other.address, b"y", 0, 5000, 1)
+        for number in range(2, 40):
+            yield ReadRequest(first.address, b"x", number * 5000, 5000, number)
+
+    limits = {"peer_s": 0.3, "deadline_s": DEADLINE_S, "window_bytes": 20_000}
+    order = []
+    for tag, _ in transport.network.reader().read_many(requests(), **limits):
+        order.append(tag)
+        time.sleep(0.02)
+    assert sorted(order) == list(range(40))
+    assert order.index(1) < 30
+
+
 def test_several_readers_at_once(transport: Transport) -> None:
     server = transport.serve(provide)
     counts: list[int] = []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxft.errors import StoreError
 from jaxft.launch import sqlite
 from jaxft.launch.filewatch import FileWatch, Writes
 from jaxft.launch.sqlite import SqliteStore
@@ -76,23 +77,55 @@ def test_a_write_that_is_heard_of_before_it_is_to_be_seen_is_looked_for_again(
     monkeypatch.setattr(sqlite, "POLL_S", LONG_S)
     mine, other = (SqliteStore(tmp_path / "store", job="j") for _ in range(2))
     mine.read()
-    other.commit({}, {"key": b"1"})
-    looks, look = [], mine._moved
+    ended = threading.Event()
 
-    def late() -> bool:
-        """The first looks after the write do not see it."""
-        looks.append(time.monotonic())
-        if len(looks) == 1:
+    def write() -> None:
+        with other._transaction("IMMEDIATE"):
+            other._write({"key": b"1"}, [])
             with (tmp_path / "store-wal").open("r+b") as log:
                 first = log.read(1)
                 log.seek(0)
                 log.write(first)
-        return len(looks) > 3 and look()
+            assert ended.wait(LONG_S)
 
-    monkeypatch.setattr(mine, "_moved", late)
+    writer = threading.Thread(target=write)
+    writer.start()
+    assert not mine.changed(0.05)
+    ended.set()
     began_s = time.monotonic()
     assert mine.changed(LONG_S)
     assert time.monotonic() - began_s < LONG_S / 2
+    writer.join()
+    mine.close()
+    other.close()
+
+
+def test_a_write_that_is_still_to_be_seen_beside_another_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One write was heard of and read. A second one was heard of meanwhile, and is not to be seen
+    yet; when it is, nobody hears of that."""
+    monkeypatch.setattr(sqlite, "POLL_S", LONG_S)
+    mine, other = (SqliteStore(tmp_path / "store", job="j") for _ in range(2))
+    lease = mine.lease("hosts/a", b"", 60.0)
+    mine.read()
+    assert not mine.changed(0.0)
+    other.commit({}, {"key": b"1"})
+    assert mine.changed(LONG_S)
+    mine.read()
+    with other._transaction("IMMEDIATE"):
+        other._write({}, ["hosts/a"])
+        with (tmp_path / "store-wal").open("r+b") as log:
+            first = log.read(1)
+            log.seek(0)
+            log.write(first)
+        assert not mine.changed(0.0)
+        with pytest.raises(StoreError):
+            lease.renew()
+    assert mine._seen.watch is not None
+    mine._seen.watch.clear()
+    assert not lease.renew()
+    assert mine.changed(LONG_S)
     mine.close()
     other.close()
 

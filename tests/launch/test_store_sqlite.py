@@ -187,6 +187,25 @@ def test_a_quiet_renewal_never_succeeds_without_its_row(
     other.close()
 
 
+def test_a_quiet_renewal_fails_where_another_use_of_the_store_has(
+    store: Store, plain: sqlite3.Connection
+) -> None:
+    """An absent store takes no renewal: how long it has been away is counted from the last one."""
+    assert isinstance(store, SqliteStore)
+    plain.execute("SELECT * FROM entries").fetchall()  # it touches the files when it opens them
+    lease = quiet_lease(store)
+    plain.execute("BEGIN IMMEDIATE")
+    assert lease.renew()
+    with ThreadPoolExecutor(1) as threads, pytest.raises(StoreError, match="locked"):
+        threads.submit(store.commit, {}, {"key": b""}).result()
+    store.read()
+    with pytest.raises(StoreError, match="locked"):
+        lease.renew()
+    plain.execute("ROLLBACK")
+    assert lease.renew()
+    assert store._is_quiet()
+
+
 def test_leases_count_at_places_of_their_own(path: Path) -> None:
     """Also those of several jobs in one file; a place is given again once its lease is gone."""
     one, other = (SqliteStore(path, job=job) for job in ("one", "other"))
