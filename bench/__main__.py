@@ -33,7 +33,7 @@ from rich.table import Table
 from bench import worker
 from bench.rows import Row
 from bench.sizes import GIB, QUICK, Sizes
-from bench.subjects import NAMES, subjects_of
+from bench.subjects import GROUPS, NAMES, in_full, subjects_of
 
 EXIT_MISSED = 1
 EXIT_USAGE = 2
@@ -52,7 +52,8 @@ class Failed(Exception):
 @app.command()
 def main(
     names: Annotated[
-        list[str] | None, typer.Argument(help=f"What to measure: {', '.join(NAMES)}. Default: all.")
+        list[str] | None,
+        typer.Argument(help=f"What to measure: {', '.join((*NAMES, *GROUPS))}. Default: all."),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the rows into this file.")] = None,
     quick: Annotated[
@@ -63,7 +64,7 @@ def main(
     ] = False,
 ) -> None:
     """Measures jaxft beside its peers and the limits of this machine."""
-    wanted = tuple(names or NAMES)
+    wanted = in_full(names or NAMES)
     try:
         subjects = subjects_of(wanted)
     except ValueError as error:

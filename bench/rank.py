@@ -28,6 +28,7 @@ from bench.states import State, ready, set_devices, spread_state, step
 
 WAIT_S = 120.0
 MATRIX = 768
+SIDE = 256
 
 
 class Rank:
@@ -38,6 +39,7 @@ class Rank:
         self.state = state
         self.calls = 0
         self.peer: OrbaxPeer | None = None
+        self.wrapped = jaxft.wrap(train_step, snapshotter)
         self.restored = snapshotter.restore(state)
         if self.restored is not None:
             self.state, self.calls = self.restored.state, self.restored.step
@@ -112,6 +114,32 @@ class Rank:
         if self.peer is not None:
             self.peer.wait()
         return {"began": began_s, "ended": ended_s}
+
+    def take(self, steps: int, how: str) -> list[float]:
+        """Seconds of each of some steps until its outputs are there: with a snapshot through
+        `wrap`, with one by `save` before it, or bare. The next step waits until it is protected."""
+        batch = jnp.asarray(np.random.default_rng(0).normal(size=(SIDE, SIDE)), jnp.float32)
+        taken_s = []
+        for _ in range(steps):
+            self.calls += 1
+            receipt = None
+            began_s = time.monotonic()
+            if how == "wrap":
+                self.state = self.wrapped(self.state, batch, jaxft_step=self.calls)
+                receipt = self.wrapped.receipt
+            else:
+                if how == "save":
+                    receipt = self.snapshotter.save(self.calls, self.state)
+                self.state = train_step(self.state, batch)
+            ready(self.state)
+            taken_s.append(time.monotonic() - began_s)
+            if receipt is not None:
+                receipt.protected.result(WAIT_S)
+        return taken_s
+
+    def has_twin(self) -> bool:
+        """Whether `wrap` runs a second version of the step, and does not stage before it."""
+        return bool(self.wrapped._twins._twins)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -25,6 +25,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         memory_saves: snapshots over which memory has to stay flat.
         train_steps: steps of a training run.
         idle_s: how long nothing is done.
+        twin_leaves: leaves of the states whose twins are compiled.
     """
 
     state_bytes: int = GIB
@@ -40,6 +41,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     memory_saves: int = 200
     train_steps: int = 12
     idle_s: float = 20.0
+    twin_leaves: tuple[int, ...] = (200, 1000)
 
 
 # Small enough for a test of the program itself. What comes out says nothing about speed.
@@ -57,4 +59,5 @@ QUICK = Sizes(
     memory_saves=12,
     train_steps=3,
     idle_s=0.3,
+    twin_leaves=(13,),
 )

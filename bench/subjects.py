@@ -25,10 +25,20 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "memory": ("memory",),
     "hosts": ("hosts",),
     "idle": ("idle",),
-    "device": ("parity_xla",),
+    "parity": ("parity_xla",),
+    "wrapped": ("wrapped_step",),
+    "twin": ("twin_compile",),
 }
 
+# Names for several rows.
+GROUPS: dict[str, tuple[str, ...]] = {"device": ("parity_xla", "wrapped_step", "twin_compile")}
+
 NAMES = tuple(name for names in SUBJECTS.values() for name in names)
+
+
+def in_full(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, with those of its rows in place of a group's."""
+    return tuple([row for name in names for row in GROUPS.get(name, (name,))])
 
 
 def subjects_of(names: Sequence[str]) -> list[str]:
@@ -39,7 +49,7 @@ def subjects_of(names: Sequence[str]) -> list[str]:
     """
     unknown = sorted(set(names) - set(NAMES))
     if unknown:
-        raise ValueError(f"{', '.join(unknown)}: expected some of {', '.join(NAMES)}")
+        raise ValueError(f"{', '.join(unknown)}: expected some of {', '.join((*NAMES, *GROUPS))}")
     return [subject for subject, own in SUBJECTS.items() if set(own) & set(names)]
 
 

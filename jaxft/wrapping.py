@@ -20,11 +20,12 @@ The rules:
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -42,6 +43,8 @@ from jaxft.receipt import Receipt
 from jaxft.snapshotter import Snapshotter
 
 _log = logging.getLogger(__name__)
+
+_EITHER_WAY = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 # Compiling a twin takes 30 to 40 s for 3,000 leaves, where the step takes 4.
 LEAVES_MAX = 1000
@@ -112,6 +115,8 @@ def wrap(
         raise ConfigError(f"wrap(state={state!r}): expected positions or names of arguments")
     if not callable(train_step):
         raise ConfigError(f"wrap({train_step!r}): expected a function")
+    if not isinstance(snapshotter, Snapshotter):
+        raise ConfigError(f"wrap(step, {snapshotter!r}): expected a Snapshotter")
     jitting = {
         "donate_argnums": donate_argnums,
         "static_argnums": static_argnums,
@@ -135,7 +140,7 @@ def wrap(
         train_step,
         snapshotter,
         twins,
-        names,
+        _places(train_step, names),
         _Numbers(snapshotter, step),
         extras,
         jitting if is_plain else None,
@@ -155,7 +160,7 @@ class WrappedStep:
         step: Any,
         snapshotter: Snapshotter,
         twins: _Twins,
-        state: tuple[int | str, ...],
+        state: tuple[_Place, ...],
         numbers: _Numbers,
         extras: Callable[..., Any] | None,
         jitting: dict[str, Any] | None,
@@ -173,7 +178,7 @@ class WrappedStep:
         self, *args: Any, jaxft_step: int | None = None, jaxft_extras: Any = None, **kwargs: Any
     ) -> Any:
         """The step's outputs; what it raises comes through."""
-        state = [_argument(name, args, kwargs) for name in self._state]
+        state = [place.of(args, kwargs) for place in self._state]
         if self._jitting is not None:
             self._jit(self._jitting, args, kwargs)
 
@@ -210,14 +215,53 @@ class WrappedStep:
             self._step = jitted
 
 
-def _argument(name: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    try:
-        return args[name] if isinstance(name, int) else kwargs[name]
-    except (IndexError, KeyError):
+class _Place(NamedTuple):
+    """Where an argument is in a call: at its position, or under its name, as far as these are
+    known."""
+
+    position: int | None
+    name: str | None
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.position is not None and self.position < len(args):
+            return args[self.position]
+        if self.name is not None and self.name in kwargs:
+            return kwargs[self.name]
+        asked = self.position if self.name is None else self.name
         raise ConfigError(
-            f"wrap(state=...) names the argument {name!r}; this call has {len(args)} positional "
+            f"wrap(state=...) names the argument {asked!r}; this call has {len(args)} positional "
             f"ones and {sorted(kwargs)}"
-        ) from None
+        )
+
+
+def _places(step: Any, names: tuple[int | str, ...]) -> tuple[_Place, ...]:
+    """Where those arguments of a step are; each may be given either way, as in any call.
+
+    Raises:
+        ConfigError: it has no such argument.
+    """
+    try:
+        parameters = list(inspect.signature(step).parameters.values())
+    except (TypeError, ValueError):  # it does not say
+        return tuple(
+            _Place(name, None) if isinstance(name, int) else _Place(None, name) for name in names
+        )
+    return tuple(_place(parameters, name) for name in names)
+
+
+def _place(parameters: list[inspect.Parameter], name: int | str) -> _Place:
+    kinds = {parameter.kind for parameter in parameters}
+    in_order = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, _EITHER_WAY)]
+    for position, one in enumerate(in_order):
+        if name in (position, one.name):
+            return _Place(position, one.name if one.kind == _EITHER_WAY else None)
+    if isinstance(name, int):
+        if name >= 0 and inspect.Parameter.VAR_POSITIONAL in kinds:
+            return _Place(name, None)
+    elif inspect.Parameter.VAR_KEYWORD in kinds or any(one.name == name for one in parameters):
+        return _Place(None, name)
+    has = ", ".join(str(one) for one in parameters)
+    raise ConfigError(f"wrap(state={name!r}): the step has no such argument, it has ({has})")
 
 
 def _tree(state: list[Any]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from bench.rows import at_least, at_most, percentile, row
-from bench.subjects import NAMES, SUBJECTS, measurement, subjects_of
+from bench.subjects import NAMES, SUBJECTS, in_full, measurement, subjects_of
 
 ROOT = Path(__file__).parents[1]
 KEYS = {"name", "figure", "unit", "peer", "limit", "ratio", "target", "holds"}
@@ -61,6 +61,26 @@ def test_a_row_of_a_device(tmp_path: Path) -> None:
         assert one["ratio"] == pytest.approx(one["figure"] / one["limit"])
 
 
+def test_rows_of_a_wrapped_step(tmp_path: Path) -> None:
+    rows = quick(tmp_path, "wrapped_step")
+    assert rows.keys() == {"wrapped_step[stall]", "wrapped_step[cpu]"}
+    assert {one["target"] for one in rows.values()} == {"stated"}
+    assert rows["wrapped_step[stall]"]["unit"] == "ms"
+    cpu = rows["wrapped_step[cpu]"]
+    assert cpu["unit"] == "s"
+    assert all(0 < cpu[key] < 100 for key in ("figure", "peer", "limit"))
+
+
+def test_rows_of_compiling_a_twin(tmp_path: Path) -> None:
+    rows = quick(tmp_path, "twin_compile")
+    assert rows.keys() == {"twin_compile[13]", "twin_compile[kept]"}
+    for one in rows.values():
+        assert (one["unit"], one["target"]) == ("s", "stated")
+        assert 0 < one["figure"] < 100
+    assert rows["twin_compile[13]"]["limit"] > 0
+    assert rows["twin_compile[kept]"]["peer"] == rows["twin_compile[13]"]["figure"]
+
+
 def test_a_row_of_many_processes(tmp_path: Path) -> None:
     rows = quick(tmp_path, "hosts")
     assert rows.keys() == {"hosts[2]"}
@@ -77,6 +97,8 @@ def test_a_name_that_is_not_known() -> None:
 def test_every_name_has_a_subject() -> None:
     assert subjects_of(NAMES) == list(SUBJECTS)
     assert subjects_of(["staged"]) == ["save"]
+    of_devices = ["parity", "wrapped", "twin"]
+    assert subjects_of(in_full(["device", "encode"])) == ["codec", *of_devices]
     assert callable(measurement("codec"))
 
 

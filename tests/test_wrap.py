@@ -674,11 +674,66 @@ def test_options_that_cannot_work(lone: Lone, options: dict[str, Any], message: 
         jaxft.wrap(jax.jit(operator.neg), snapshotter, **options)
 
 
-def test_an_argument_that_is_not_there(lone: Lone) -> None:
+@pytest.mark.parametrize("name", ["params", 2, -1])
+def test_an_argument_that_is_not_there(lone: Lone, name: int | str) -> None:
+    message = r"has no such argument, it has \(state, batch\)"
+    step = jax.jit(lambda state, batch: state + batch)
+    with lone.open() as snapshotter, pytest.raises(jaxft.ConfigError, match=message):
+        jaxft.wrap(step, snapshotter, state=name)
+
+
+def test_an_argument_that_a_call_lacks(lone: Lone) -> None:
     with lone.open() as snapshotter:
-        wrapped = jaxft.wrap(jax.jit(operator.neg), snapshotter, state="params")
+        wrapped = jaxft.wrap(jax.jit(lambda **leaves: leaves), snapshotter, state="params")
         with pytest.raises(jaxft.ConfigError, match="names the argument 'params'"):
-            wrapped(jnp.ones(2))
+            wrapped(other=jnp.ones(2))
+
+
+@pytest.mark.parametrize("name", [0, "state"])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_state_is_found_either_way(lone: Lone, name: int | str, by_name: bool) -> None:
+    with lone.open(every=1) as snapshotter:
+        wrapped = jaxft.wrap(jax.jit(lambda state, batch: state + batch), snapshotter, state=name)
+        state = jnp.arange(3.0)
+        for _ in range(3):
+            given = bits(state)
+            state = wrapped(state=state, batch=1.0) if by_name else wrapped(state, 1.0)
+            assert wrapped.receipt is not None
+            assert bits(read_back(snapshotter, wrapped.receipt, shape_of(state))) == given
+
+
+def test_what_is_no_snapshotter() -> None:
+    with pytest.raises(jaxft.ConfigError, match="expected a Snapshotter"):
+        jaxft.wrap(jax.jit(operator.neg), "train")  # type: ignore[arg-type]
+
+
+def test_a_twin_with_callbacks_is_run_and_not_kept(
+    lone: Lone, caplog: pytest.LogCaptureFixture
+) -> None:
+    """JAX does not write such a program down."""
+    said = []
+
+    def look(total: Any) -> None:
+        said.append(float(total))
+
+    @jax.jit
+    def step(state: Any) -> Any:
+        jax.debug.callback(look, state.sum())
+        return state + 1
+
+    with lone.open(every=1) as snapshotter:
+        wrapped = jaxft.wrap(step, snapshotter)
+        state = jnp.zeros(2)
+        for _ in range(4):
+            given = bits(state)
+            state = wrapped(state)
+            assert wrapped.receipt is not None
+            assert bits(read_back(snapshotter, wrapped.receipt, shape_of(state))) == given
+        jax.effects_barrier()
+        assert twins_of(wrapped) == 1
+    assert sorted(said) == [0.0, 2.0, 4.0, 6.0]
+    (warning,) = [one for one in caplog.messages if "could not be kept" in one]
+    assert "compiled again by the next start" in warning
 
 
 def test_other_ranks_that_never_take_part(lone: Lone, caplog: pytest.LogCaptureFixture) -> None:

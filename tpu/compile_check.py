@@ -1,26 +1,38 @@
-"""Compiles the kernels of device parity for TPUs and GPUs that need not be there.
+"""Compiles kernels of device parity and a step's twin for TPUs and GPUs that need not be there.
 
-    python tpu/compile_check.py [v5e] [v6e] [h200] [--quick]
+    python tpu/compile_check.py [v5e] [v6e] [h200] [--quick] [--only kernels|twin]
 
-What it requires, for every code k+m up to 8+4, for decoding, and for lengths on and off tiles:
+What it requires of the kernels, for every code k+m up to 8+4, for decoding, and for lengths on and
+off tiles:
 - the portable kernel is one fusion (no more than one operation), without temporary memory;
 - the Pallas kernel of the platform is accepted by its compiler (Mosaic; Triton), and takes no
   temporary memory where the length is whole rows of 128 words;
 - packing leaves into words and unpacking them takes no more temporary memory than a few times
   what the words take (they are moved into rows, and from rows).
 
+What it requires of the twin (`jaxft.wrap`) of a step of two transformer blocks with AdamW, whose
+state is donated, and replicated or sharded over the topology's devices:
+- every fusion of the step is one of the twin's, but for names, the place in the memory on the
+  chip or beside it, and the collective that is under way at the time;
+- the twin takes no more temporary memory than the step and the owned bytes of a device, and donates
+  as much;
+- the owned bytes go to the host's memory.
+
 It prints a line for each kind of check, and every miss. Exit status: 0 if all holds, 1 if not, 2
 if a package is missing. Packages: `pip install 'jax[tpu]'` (1.4 GB) for TPUs; for GPUs
 `pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12` in the version of
-jax (0.6 GB, compiles and cannot run).
+jax (0.6 GB, compiles and cannot run). For the twin also optax. It is compiled for TPUs only: a GPU
+that is not there does not tell which memory it has.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -34,10 +46,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
+from jax.sharding import PartitionSpec as P
 
+from jaxft.device.calls import Call
 from jaxft.device.leaves import describe
 from jaxft.device.parity import Kernel, combine, lay_out, pack, unpack
+from jaxft.device.shards import make_plan
+from jaxft.device.twin import LoweredTwin, Outputs
 from jaxft.group.codec import decode_matrix, encode_rows
 
 WORDS = 1 << 20
@@ -113,7 +129,7 @@ def compiled(function: Callable[..., Any], arguments: Any) -> Compiled:
 
 
 class Checks:
-    """All checks of one target."""
+    """All checks of the kernels, for one target."""
 
     def __init__(self, name: str, target: Target, quick: bool) -> None:
         self.name = name
@@ -199,23 +215,209 @@ TEMP_FACTOR = 6
 CODES = [(k, m) for k in range(1, 9) for m in range(1, 5)]
 
 
+# ------------------------------------------------------------------------------ the twin
+
+HEADS = 8
+# A batch's sequences for each device, their length, and the width of the blocks.
+SHAPE = (2, 256, 512)
+QUICK_SHAPE = (1, 64, 512)
+LAYERS = 2
+
+
+class TwinChecks:
+    """A step and its twin, for one target."""
+
+    def __init__(self, name: str, target: Target, quick: bool) -> None:
+        self.name = name
+        self.shape = QUICK_SHAPE if quick else SHAPE
+        self.mesh = Mesh(np.array(target.describe().devices).flatten(), ("data",))
+        self.misses: list[str] = []
+
+    def run(self) -> None:
+        if self.mesh.devices.flat[0].platform != "tpu":
+            print(f"{self.name}: no twin is compiled for it")
+            return
+        for what, spec in [("replicated", P()), ("sharded", P("data"))]:
+            self.compare(what, spec)
+
+    def compare(self, what: str, spec: P) -> None:
+        """Compiles the step with a state of this sharding, and its twin."""
+        where = f"{self.name}, twin, {what}"
+        step, state, batch = self._step(spec)
+        bare = step.lower(state, batch).compile()
+        given = jax.tree.map(_placed, jax.eval_shape(step, state, batch), bare.output_shardings)
+        plan = make_plan(state)
+        call = Call(step, (state, batch), {})
+        lowered = LoweredTwin(call, Outputs.of(given), plan, jax.tree.leaves(state))
+        compiled = lowered.compile()
+        lowered.twin(compiled)
+        owned: Counter[Any] = Counter()
+        for one in plan.owned:
+            owned[one.device] += one.range.nbytes
+        self._judge(where, bare, compiled, max(owned.values()))
+
+    def _judge(self, where: str, bare: Any, compiled: Any, owned_bytes: int) -> None:
+        of_step, of_twin = fusions(bare.as_text()), fusions(compiled.as_text())
+        gone = (of_step - of_twin).total()
+        before, after = bare.memory_analysis(), compiled.memory_analysis()
+        temp_bytes = after.temp_size_in_bytes - before.temp_size_in_bytes
+        host_bytes = after.host_output_size_in_bytes
+        print(
+            f"{where}: {gone} of the step's {of_step.total()} fusions are not among the twin's "
+            f"{of_twin.total()}; a device owns {owned_bytes} bytes, {host_bytes} go to the host, "
+            f"{temp_bytes} bytes of temporary memory beyond the step's {before.temp_size_in_bytes}",
+            flush=True,
+        )
+        if gone:
+            self.misses.append(f"{where}: {gone} fusions of the step are not the twin's")
+        if temp_bytes > owned_bytes + SLACK_BYTES:
+            self.misses.append(f"{where}: {temp_bytes} bytes more of temporary memory")
+        if host_bytes < owned_bytes:
+            self.misses.append(f"{where}: only {host_bytes} bytes are given to the host")
+        if not after.alias_size_in_bytes == before.alias_size_in_bytes > 0:
+            self.misses.append(f"{where}: the twin does not donate what the step does")
+
+    def _step(self, spec: P) -> tuple[Any, Any, Any]:
+        """A jitted step, and what stands for its state and its batch."""
+        import optax
+
+        optimizer = optax.adamw(1e-3)
+        sequences, length, width = self.shape
+
+        def begin() -> dict[str, Any]:
+            weights = [
+                {name: jnp.zeros(sizes) for name, sizes in block_sizes(width).items()}
+                for _ in range(LAYERS)
+            ]
+            return {"weights": weights, "optimizer": optimizer.init(weights), "step": jnp.int32(0)}
+
+        def place(looks: Any) -> Any:
+            return _placed(looks, NamedSharding(self.mesh, spec if looks.shape else P()))
+
+        state = jax.tree.map(place, jax.eval_shape(begin))
+        places = jax.tree.map(lambda one: one.sharding, state)
+
+        def update(state: dict[str, Any], batch: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+            loss, slopes = jax.value_and_grad(loss_of)(state["weights"], batch)
+            changes, moments = optimizer.update(slopes, state["optimizer"], state["weights"])
+            weights = optax.apply_updates(state["weights"], changes)
+            return {"weights": weights, "optimizer": moments, "step": state["step"] + 1}, loss
+
+        sizes = (sequences * self.mesh.size, length, width)
+        batch = jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+        batch = _placed(batch, NamedSharding(self.mesh, P("data")))
+        return jax.jit(update, donate_argnums=0, out_shardings=(places, None)), state, batch
+
+
+def _placed(looks: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(looks.shape, looks.dtype, sharding=sharding)
+
+
+def block_sizes(width: int) -> dict[str, tuple[int, ...]]:
+    """The weights of a transformer block."""
+    return {
+        "scale_in": (width,),
+        "query_key_value": (width, 3 * width),
+        "out": (width, width),
+        "scale_mid": (width,),
+        "up": (width, 4 * width),
+        "down": (4 * width, width),
+    }
+
+
+def loss_of(weights: list[dict[str, jax.Array]], batch: jax.Array) -> jax.Array:
+    """That of blocks which compute in bfloat16 with weights in float32."""
+    x = batch
+    for block in weights:
+        half = {name: value.astype(jnp.bfloat16) for name, value in block.items()}
+        joined = normalized(x) * half["scale_in"] @ half["query_key_value"]
+        heads = joined.reshape(*x.shape[:2], HEADS, 3, -1)
+        query, key, value = (heads[..., number, :] for number in range(3))
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        x = x + mixed.reshape(x.shape) @ half["out"]
+        x = x + jax.nn.gelu(normalized(x) * half["scale_mid"] @ half["up"]) @ half["down"]
+    return jnp.mean(jnp.square((x - batch).astype(jnp.float32)))
+
+
+def normalized(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + 1e-6)
+    return (wide * scale).astype(x.dtype)
+
+
+# In an optimized program's text: the head of a computation, an instruction, and what in it is told
+# apart by name only or says where a value comes from. `S(1)` is where a TPU has it when: in its
+# memory on the chip or not, which depends on what else the program does.
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
+INSTRUCTION = re.compile(r"^ +(ROOT )?%([\w.-]+) = (.*)$")
+NAME = re.compile(r"%([\w.-]+)")
+ASIDE = re.compile(r", (?:metadata|backend_config|frontend_attributes|control-predecessors)=\{.*$")
+MEMORY = re.compile(r":?S\(\d+\)")
+PARAMETER = re.compile(r"parameter\(\d+\)")
+BESIDE = "async_collective_fusion"
+IN_ORDER = re.compile(r"/\*index=\d+\*/")
+
+
+def fusions(text: str) -> Counter[str]:
+    """The fusions of an optimized program, as digests of what they compute.
+
+    A value is the digest of its instruction, with its operands' and called computations' in place
+    of their names. So neither names count nor the order in which instructions are written, nor
+    which parameter of its shape an operand is. Of what a TPU does beside a collective only the
+    computation counts: what is done at the same time is a matter of the schedule.
+    """
+    bodies: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if head := COMPUTATION.match(line):
+            body = bodies.setdefault(head[1], [])
+        elif INSTRUCTION.match(line):
+            body.append(line)
+    known: dict[str, str] = {}
+
+    def computed(name: str) -> str:
+        if name not in known:
+            values: dict[str, str] = {}
+            for line in bodies[name]:
+                instruction = INSTRUCTION.match(line)
+                assert instruction is not None, "as above"
+                plain = MEMORY.sub("", IN_ORDER.sub("", ASIDE.sub("", instruction[3])))
+                plain = PARAMETER.sub("parameter", plain)
+                said = NAME.sub(lambda one: values.get(one[1]) or computed(one[1]), plain)
+                values[instruction[2]] = hashlib.sha256(said.encode()).hexdigest()
+                if instruction[1]:
+                    root = instruction[2]
+                    if name.startswith(BESIDE):
+                        root = next(one for one in NAME.findall(plain) if one in values)
+                    known[name] = values[root]
+        return known[name]
+
+    called = re.findall(r" fusion\(.*?\), kind=.*?, calls=%([\w.-]+)", text)
+    return Counter(map(computed, called))
+
+
+CHECKS: dict[str, Any] = {"kernels": Checks, "twin": TwinChecks}
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Compiles the kernels without a device.")
+    parser = argparse.ArgumentParser(description="Compiles kernels and twins without a device.")
     parser.add_argument("targets", nargs="*", help=f"some of {', '.join(TARGETS)}; default: all")
-    parser.add_argument("--quick", action="store_true", help="two codes only")
+    parser.add_argument("--quick", action="store_true", help="two codes, a small step")
+    parser.add_argument("--only", choices=CHECKS, help="default: all")
     arguments = parser.parse_args()
     misses = []
     for name in arguments.targets or TARGETS:
         if name not in TARGETS:
             parser.error(f"{name}: expected some of {', '.join(TARGETS)}")
         target = TARGETS[name]
+        kinds = [arguments.only] if arguments.only else list(CHECKS)
         try:
-            checks = Checks(name, target, arguments.quick)
+            checks = [CHECKS[kind](name, target, arguments.quick) for kind in kinds]
         except (RuntimeError, NotImplementedError, KeyError) as error:
             print(f"{name}: no compiler for it here ({error}); {target.install}", file=sys.stderr)
             return 2
-        checks.run()
-        misses += checks.misses
+        for one in checks:
+            one.run()
+            misses += one.misses
     for miss in misses:
         print(f"MISSED {miss}")
     return 1 if misses else 0

@@ -102,9 +102,12 @@ class Executables:
         try:
             payload, _, _ = serialize_executable.serialize(compiled)
             self._write(path, payload)
-        except (OSError, ValueError, NotImplementedError, RuntimeError, TypeError) as error:
+        # Whatever JAX raises for a program that it cannot write down, such as one with a callback
+        # in it; and a disk that is full.
+        except Exception as error:  # noqa: BLE001
             _log.warning(
-                "a compiled program could not be kept in %s: %s: %s",
+                "a compiled program could not be kept in %s, and is compiled again by the next "
+                "start: %s: %s",
                 self._directory,
                 type(error).__name__,
                 error,

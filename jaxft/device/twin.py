@@ -49,6 +49,9 @@ from jaxft.device.sources import Held
 from jaxft.device.transfer import StagedLeaves, Staging, hold_some
 from jaxft.group.manifest import Leaf
 
+# What stands for an array where a program is only compiled is one as well.
+_ARRAY = (jax.Array, jax.ShapeDtypeStruct)
+
 
 class Outputs(NamedTuple):
     """What the step itself gave for a signature: sharding and dimensions of each of its outputs,
@@ -88,6 +91,9 @@ class NotTaken(Exception):
 class LoweredTwin:
     """A twin before it is compiled.
 
+    Arrays may be `jax.ShapeDtypeStruct`s, also on devices that are not there (see
+    `jax.experimental.topologies`): such a twin can be compiled, and not be run.
+
     Args:
         call: the call that it is for. It is traced, and nothing of it is kept but the function.
         outputs: of the step itself, for the same call.
@@ -113,7 +119,7 @@ class LoweredTwin:
         self._cuts = cuts
         self._plan = plan
         self._outputs = outputs
-        self._starts = _starts(cuts, plan)
+        self._starts = _starts(cuts, plan, any(map(_is_abstract, call.leaves)))
         self._out_tree = traced.out_tree
         self._lowered = self._lower(call, traced)
         _commit(self._lowered, outputs.committed)
@@ -161,7 +167,7 @@ class Twin:
         compiled: jax.stages.Compiled,
         plan: Plan,
         cuts: tuple[_Cut, ...],
-        starts: list[jax.Array],
+        starts: list[Any],
         out_tree: Any,
     ) -> None:
         self.compiled = compiled
@@ -211,7 +217,7 @@ def _kept(call: Call, traced: Traced, outputs: Outputs) -> tuple[int, ...]:
     kept = []
     for place in traced.donated:
         leaf = call.leaves[place]
-        if isinstance(leaf, jax.Array):
+        if isinstance(leaf, _ARRAY):
             looks = (leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
             if free[looks] > 0:
                 free[looks] -= 1
@@ -223,7 +229,7 @@ def _devices_of(leaves: Sequence[Any]) -> tuple[Device, ...]:
     """The devices of a program with these arguments: several, if any argument is on several."""
     found: tuple[Device, ...] = ()
     for leaf in leaves:
-        if isinstance(leaf, jax.Array):
+        if isinstance(leaf, _ARRAY):
             devices = _in_order(leaf.sharding)
             if len(devices) > len(found):
                 found = devices
@@ -261,7 +267,7 @@ def _cuts(
 
 def _goes_along(value: Any, devices: tuple[Device, ...]) -> bool:
     """Whether a leaf is an array on the program's devices, in their usual memory."""
-    if not isinstance(value, jax.Array) or not value.size:
+    if not isinstance(value, _ARRAY) or not value.size:
         return False
     usual = devices[0].default_memory().kind
     sharding = value.sharding
@@ -281,17 +287,25 @@ def _rows(leaf: Leaf, sharding: Sharding) -> int:
     return rows if rows < height else 0
 
 
-def _starts(cuts: tuple[_Cut, ...], plan: Plan) -> list[jax.Array]:
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def _starts(cuts: tuple[_Cut, ...], plan: Plan, is_abstract: bool) -> list[Any]:
     """For each mesh, in the order in which leaves have it, the first row of each leaf that is cut,
     by device: int32 of shape (devices, leaves), a row on each device."""
     owned = _by_leaf(plan)
-    found: list[jax.Array] = []
+    found: list[Any] = []
     for mesh, members in _by_mesh(cuts).items():
+        shape = (mesh.devices.size, len(members))
+        if is_abstract:
+            struct: Any = jax.ShapeDtypeStruct
+            found.append(struct(shape, np.int32, sharding=_spread(mesh)))
+            continue
         table: dict[Device, list[int]] = {}
         for device in mesh.local_devices:
             firsts = [_first_row(cut, owned.get(cut.leaf, []), device, plan) for cut in members]
             table[device] = firsts
-        shape = (mesh.devices.size, len(members))
         pieces = [
             jax.device_put(np.array([firsts], np.int32), device) for device, firsts in table.items()
         ]

@@ -444,11 +444,24 @@ def failures_in_vain(view: View, rules: Rules) -> list[Fault]:
         fault = view.faults[number]
         if fault.kind not in FAILURES:
             continue
-        progress = view.progress.get(number)
-        if fault.lived_s > rules.steady_s or (progress and progress.step > progress.base):
+        if fault.lived_s > rules.steady_s or _got_further(view, number):
             break
         found.append(fault)
     return found
+
+
+def _got_further(view: View, number: int) -> bool:
+    """Has a generation protected what no failed one before it had? One that begins anew where
+    another did, as with a script that does not restore, has not while it only comes as far."""
+    progress = view.progress.get(number)
+    if progress is None or progress.step <= progress.base:
+        return False
+    before = [
+        view.progress[one]
+        for one, fault in view.faults.items()
+        if one < number and fault.kind in FAILURES and one in view.progress
+    ]
+    return not any(one.base >= progress.base and one.step >= progress.step for one in before)
 
 
 def _nothing_recoverable(fault: Fault) -> bool:

@@ -101,6 +101,23 @@ def test_the_device_needs_no_more_memory_than_the_owned_bytes() -> None:
     assert twin.alias_size_in_bytes == bare.alias_size_in_bytes > 0
 
 
+def test_what_stands_for_arrays_gives_the_same_program() -> None:
+    state = {"w": put((331, 61)), "m": put((64, 8), "a"), "n": put(())}
+    x = put((1,))
+    step = step_of(donate_argnums=0)
+    made, _ = lowered(step, make_plan(state), state, x)
+
+    def stand_in(array: jax.Array) -> Any:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+    outputs = Outputs.of(jax.tree.map(stand_in, jax.jit(lambda *all: step(*all))(state, x)))
+    given = jax.tree.map(stand_in, (state, x))
+    values = jax.tree.leaves(given[0])
+    abstract = LoweredTwin(Call(step, given, {}), outputs, make_plan(given[0]), values)
+    assert abstract.text == made.text
+    abstract.twin(abstract.compile())
+
+
 def test_each_leaf_is_behind_a_barrier_of_its_own() -> None:
     state = {"w": put((64, 8)), "m": put((64, 8), "a"), "n": put(())}
     made, _ = lowered(step_of(), make_plan(state), state, 0.25)

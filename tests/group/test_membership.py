@@ -600,6 +600,27 @@ def test_a_crash_at_the_same_step_ends_the_job_and_names_the_step_case_37() -> N
     assert end.reason.endswith("newer than step 50")
 
 
+def test_a_script_that_begins_anew_each_time_is_given_up_case_37() -> None:
+    """It does not restore, so each of its snapshots is newer than those before; none is further."""
+    board = Board(*NAMES)
+    for step in (8, 6, 8):
+        board.form()
+        assert isinstance(fail_again(board, Progress(base=-1, step=step)), m.Form)
+    board.form()
+    end = fail_again(board, Progress(base=-1, step=7))
+    assert isinstance(end, m.Finish)
+    assert "3 failures in a row brought no snapshot newer than step 8" in end.reason
+
+
+def test_a_job_that_went_back_and_comes_nearer_is_not_given_up() -> None:
+    board = Board(*NAMES)
+    board.form()
+    assert isinstance(fail_again(board, Progress(base=-1, step=100)), m.Form)
+    for step in range(50, 90, 5):
+        board.form()
+        assert isinstance(fail_again(board, Progress(base=step, step=step + 5)), m.Form)
+
+
 def test_one_failure_is_none_in_a_row() -> None:
     board = Board(*NAMES)
     board.form()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,67 @@ def test_operations_are_counted(check: ModuleType) -> None:
     two = check.compiled(lambda a, b: (jnp.sort(a), jnp.sort(b) + 1), [words, words])
     assert len(one.operations) == 1
     assert len(two.operations) > 1
+
+
+def test_fusions_are_told_apart_by_what_they_compute(check: ModuleType) -> None:
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)  # type: ignore[no-untyped-call]
+
+    def found(function: Any) -> Any:
+        return check.fusions(jax.jit(function).lower(x).compile().as_text())
+
+    one = found(lambda x: jnp.tanh(x) * 2 + x)
+    assert one
+    assert one == found(lambda y: jnp.add(2 * jnp.tanh(y), y))
+    assert one != found(lambda x: jnp.tanh(x) * 3 + x)
+    assert not one - found(lambda x: (jnp.tanh(x) * 2 + x, jnp.sort(x + 1)))
+
+
+TWO = """
+%fused_computation.1 (p.1: f32[8], p.2: f32[8]) -> f32[8] {
+  %p.2 = f32[8]{0} parameter(1)
+  %p.1 = f32[8]{0:S(1)} parameter(0), metadata={op_name="a"}
+  ROOT %sum = f32[8]{0} add(%p.1, %p.2)
+}
+
+%async_collective_fusion.2 (q.1: f32[8], q.2: f32[8], q.3: f32[2]) -> (f32[8], f32[8]) {
+  %q.3 = f32[2]{0} parameter(2)
+  %gathered = f32[8]{0} all-gather(%q.3), channel_id=26, dimensions={0}
+  %q.1 = f32[8]{0} parameter(0)
+  %q.2 = f32[8]{0} parameter(1)
+  %other = f32[8]{0} add(%q.1, %q.2)
+  ROOT %both = (f32[8]{0}, f32[8]{0}) tuple(%other, %gathered)
+}
+
+ENTRY %main (x: f32[8], y: f32[2]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %y = f32[2]{0} parameter(1)
+  %first = f32[8]{0} fusion(%x, %x), kind=kLoop, calls=%fused_computation.1
+  ROOT %second = (f32[8]{0}, f32[8]{0}) fusion(%x, %x, %y), kind=kCustom, \
+calls=%async_collective_fusion.2
+}
+""".replace("\\\n", "")
+
+
+def test_the_same_beside_a_collective_is_the_same(check: ModuleType) -> None:
+    assert list(check.fusions(TWO).values()) == [2]
+
+
+def test_a_step_and_its_twin_are_compared(
+    check: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For CPU, whose twin gives all that a device owns as well, and takes no other memory."""
+    topology = SimpleNamespace(devices=jax.devices()[:2])
+    target = check.Target(lambda: topology, "xla", "")
+    check.LAYERS = 1
+    checks = check.TwinChecks("cpu", target, quick=True)
+    checks.shape = (1, 8, 64)
+    checks.run()
+    assert capsys.readouterr().out == "cpu: no twin is compiled for it\n"
+    checks.compare("sharded", check.P("data"))
+    said = capsys.readouterr().out
+    assert re.match(r"cpu, twin, sharded: \d+ of the step's \d+ fusions are not among", said)
+    gone = "cpu, twin, sharded: only 0 bytes are given to the host"
+    assert [miss for miss in checks.misses if "host" in miss] == [gone]
 
 
 def test_checks_run_on_what_there_is(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
