@@ -116,7 +116,10 @@ def take_seat(job: str | None, floor: int = 0) -> Seat:
             "this shell, or start the script with `jaxft run`, which sets them anew"
         )
     if job is not None and job != env.job:
-        raise ConfigError(f'Snapshotter(job="{job}"): `jaxft run` runs this script as "{env.job}"')
+        raise ConfigError(
+            f'Snapshotter(job="{job}"): `jaxft run` runs this script as "{env.job}": leave job= '
+            f"out, or say `jaxft run --job {job}`"
+        )
     _check_world(env.rank, env.ranks)
     if env in _taken:
         raise ConfigError(

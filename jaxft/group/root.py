@@ -547,6 +547,8 @@ class Root:
 
     def _end_persist(self, order: PersistOrder, result: str, now_s: float) -> list[e.Effect]:
         ended = msgspec.structs.replace(order, wanted=False, pinned=False, result=result)
+        if result == "written":  # some steps after its helpers were started
+            self._persist_from_step = order.step
         kind = "persisted" if result == "written" else "persist_failed"
         detail: dict[str, str | int | float] = {"step": order.step, "result": result}
         return [e.Announce(kind, detail), *self._direct(now_s, persist=ended)]

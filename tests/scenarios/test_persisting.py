@@ -93,3 +93,15 @@ def test_a_new_generation_counts_from_the_newest_checkpoint_that_it_goes_on_from
     stage.until(lambda: len(stored) == 2)
     assert stored[1].step >= stored[0].step + 12
     stage.peace()
+
+
+def test_checkpoints_are_never_nearer_to_each_other_than_was_asked_for() -> None:
+    """The first helper takes long to start, so what it writes is some steps after it was due."""
+    stage = Stage(every_steps=1, persist_every=7)
+    stored = stage.sim.storage
+    stage.host("b").helper_start_s = 2.0
+    stage.until(lambda: len(stored) == 1)
+    stage.host("b").helper_start_s = 0.05
+    stage.until(lambda: len(stored) == 2)
+    assert stored[1].step - stored[0].step >= 7
+    stage.peace()

@@ -35,6 +35,7 @@ class Machine:
         self.woke_at_s = -math.inf
         self.kill_s = 0.005
         self.copy_s = 0.05
+        self.helper_start_s = 0.05  # at least
         self.backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self.memory: Memory | None = None
         self.smp: Smp | None = None
@@ -200,7 +201,7 @@ class Helper:
         self.copying: SnapshotId | None = None
         self.state = "starting"
         self.sim.at(0.001, self._say, "starting", "")
-        self.sim.at(self.sim.soon(0.05, 0.4), self._say, "ready", "")
+        self.sim.at(self.sim.soon(machine.helper_start_s, 0.4), self._say, "ready", "")
 
     def _say(self, state: str, detail: str) -> None:
         if not self.alive or not self.machine.agent:
