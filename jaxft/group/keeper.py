@@ -41,11 +41,10 @@ from jaxft.group.messages import (
     TurnAnswer,
     TurnWish,
 )
-from jaxft.group.timing import Timing
+from jaxft.group.timing import RESEND_S, Timing
 from jaxft.group.world import Generation, World
 
 LINEAGE_MAX = 64
-RESEND_S = 0.25
 # A directive is answered, if the last status is older than this.
 ANSWER_S = RESEND_S / 2
 

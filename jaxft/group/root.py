@@ -41,7 +41,6 @@ from jaxft.group.timing import Timing
 from jaxft.group.turn import advance, ended, is_taken, turn_of
 from jaxft.group.world import Generation, Member
 
-RESEND_S = 0.25
 ATTEMPTS_MAX = 8
 ANSWER_S = 10.0
 
@@ -105,8 +104,7 @@ class Root:
     def tick(self, now_s: float) -> list[e.Effect]:
         self._wake(now_s)
         effects = self.advance(now_s)
-        heartbeat_s = self.timing.heartbeat_s
-        pause_s = heartbeat_s if self.is_calm(now_s) else min(RESEND_S, heartbeat_s)
+        pause_s = self.timing.heartbeat_s if self.is_calm(now_s) else self.timing.resend_s
         if now_s >= self.sent_s + pause_s:
             effects += self._tell_all(now_s) + self._invite()
         return effects

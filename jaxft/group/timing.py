@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import msgspec
 
+RESEND_S = 0.25
+
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
     """`silence_s`: a host not heard for so long is silent, and nobody waits for one that has not
@@ -20,6 +22,12 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: float = 5.0
     rejoin_s: float = 5.0
     persist_s: float = 600.0
+
+    @property
+    def resend_s(self) -> float:
+        """How often the root speaks while something is under way: three times within a silence at
+        least."""
+        return min(RESEND_S, 0.3 * self.silence_s)
 
     @property
     def heartbeat_s(self) -> float:

@@ -13,7 +13,7 @@ from tests.launch.training import train
 @pytest.mark.parametrize("host", ["host0", "host1"])
 def test_one_that_hangs_is_started_again_and_training_goes_on(host: str) -> None:
     """Host 0 is the root's."""
-    with train(5, "--silence-s", "0.6") as training:
+    with train(5, "--silence-s", "1") as training:
         world = training.world
         training.until("latest", 10)
         arena = world.wait("smp_started", host=host)["arena"]

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from jaxft.group import events as e
-from jaxft.group import host, keeper, root
+from jaxft.group import host, keeper
 from jaxft.group.messages import Directive, Status
 from tests.scenarios.stage import Stage
 
@@ -111,11 +111,11 @@ def test_a_decision_that_one_has_not_heard_is_said_again_soon() -> None:
     lost = stage.hold(Directive, to="b")
     a = core(stage, "a")
     a.root._direct(stage.sim.now, interval=7)  # which is told to nobody
-    stage.run(root.RESEND_S + 0.3)
+    stage.run(keeper.RESEND_S + 0.3)
     assert core(stage, "c").keeper.directive.interval == 7
     assert not a.root.is_calm(stage.sim.now)
     lost.drop()
-    stage.run(root.RESEND_S + 0.1)
+    stage.run(keeper.RESEND_S + 0.1)
     assert core(stage, "b").keeper.directive.interval == 7
     stage.run(1.0)
     assert a.root.is_calm(stage.sim.now)
