@@ -270,9 +270,6 @@ class Snapshotter:
             step = _check_step(step)
         receipt = self._skip(step, began_s)
         if receipt is not None:
-            receipt.stall_s = time.monotonic() - began_s
-            if self._meter is not None:
-                self._meter.skipped(receipt.stall_s)
             return receipt
         with TraceAnnotation("jaxft.save"):  # what a profile of the training shows it as
             receipt = self._save(step, state, extras, began_s)
@@ -296,9 +293,7 @@ class Snapshotter:
         receipt = self._skip(step, began_s)
         if receipt is None:
             receipt = self._save(step, state(), extras(), began_s, run)
-        elif self._meter is not None:
-            self._meter.skipped(time.monotonic() - began_s)
-        receipt.stall_s = time.monotonic() - began_s
+            receipt.stall_s = time.monotonic() - began_s
         return receipt
 
     def _skip(self, step: int, now_s: float) -> Receipt | None:
@@ -311,7 +306,11 @@ class Snapshotter:
             self._schedule.skip(step, now_s)
         if self._events.is_on:
             self._events.emit("save_skipped", step=step, due_step=quiet.until)
-        return SkippedReceipt(step, quiet.code, quiet.why, self._last_failure)
+        receipt = SkippedReceipt(step, quiet.code, quiet.why, self._last_failure)
+        receipt.stall_s = time.monotonic() - now_s
+        if self._meter is not None:
+            self._meter.skipped(receipt.stall_s)
+        return receipt
 
     def _save(
         self, step: int, state: Any, extras: Any, now_s: float, run: RunStep | None = None

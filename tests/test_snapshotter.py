@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
@@ -26,20 +25,6 @@ from tests.multiprocess.jax_world import WAIT_S
 from tests.multiprocess.lone import Lone
 
 STATE = {"x": jnp.arange(8.0), "n": 3}
-
-
-@pytest.fixture(scope="module")
-def lone_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lone]:
-    lone = Lone(tmp_path_factory.mktemp("lone"))
-    yield lone
-    lone.close()
-
-
-@pytest.fixture
-def lone(lone_host: Lone) -> Iterator[Lone]:
-    lone_host.begin_anew()
-    yield lone_host
-    lone_host.leave()
 
 
 # ------------------------------------------------------------------------ what is due

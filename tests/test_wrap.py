@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +28,6 @@ from tests.device.snapshots import assert_same, raw
 from tests.device.test_leaves import DTYPES, every_pattern
 from tests.multiprocess.jax_world import WAIT_S
 from tests.multiprocess.lone import Lone, read_back
-
-
-@pytest.fixture(scope="module")
-def lone_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lone]:
-    lone = Lone(tmp_path_factory.mktemp("lone"))
-    yield lone
-    lone.close()
-
-
-@pytest.fixture
-def lone(lone_host: Lone) -> Iterator[Lone]:
-    lone_host.begin_anew()
-    yield lone_host
-    lone_host.leave()
 
 
 def mesh_of(*axis_types: AxisType) -> Mesh:

@@ -412,6 +412,7 @@ def main() -> int:
         kinds = [arguments.only] if arguments.only else list(CHECKS)
         try:
             checks = [CHECKS[kind](name, target, arguments.quick) for kind in kinds]
+        # What JAX raises where a platform's package is missing, or is of another version.
         except (RuntimeError, NotImplementedError, KeyError) as error:
             print(f"{name}: no compiler for it here ({error}); {target.install}", file=sys.stderr)
             return 2

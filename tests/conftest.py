@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.multiprocess.lone import Lone
+if TYPE_CHECKING:
+    from tests.multiprocess.lone import Lone
 
 
 @pytest.fixture(scope="module")
 def lone_host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lone]:
     """One snapshot process for all tests of a file."""
+    from tests.multiprocess.lone import Lone  # which needs JAX; most tests do not
+
     lone = Lone(tmp_path_factory.mktemp("lone"))
     yield lone
     lone.close()
