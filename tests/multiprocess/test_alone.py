@@ -13,6 +13,7 @@ import pytest
 
 from jaxft.host.attach import HOST, default_job
 from tests.multiprocess.alone import START, STEPS, train_step
+from tests.multiprocess.working import working
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
@@ -44,16 +45,7 @@ def run(environ: dict[str, str], *fates: str) -> tuple[int, str]:
 
 def keepers(environ: dict[str, str]) -> list[int]:
     """Processes that still work below this test's run directory."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            command = (path / "cmdline").read_bytes()
-            setting = (path / "environ").read_bytes()
-        except OSError:
-            continue
-        if b"jaxft" in command and environ["JAXFT_RUN_DIR"].encode() in setting:
-            found.append(int(path.name))
-    return found
+    return working(environ["JAXFT_RUN_DIR"])
 
 
 def until_gone(environ: dict[str, str]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from jaxft.host.attach import HOST
+from tests.multiprocess.working import working
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
@@ -96,17 +97,9 @@ class Place:
         return found
 
     def working(self, module: str = "jaxft") -> list[int]:
-        """Processes below this run directory; those that are dead have no command line."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*"):
-            try:
-                command = (path / "cmdline").read_bytes()
-                setting = (path / "environ").read_bytes()
-            except OSError:
-                continue
-            if module.encode() in command and str(self.run).encode() in setting:
-                found.append(int(path.name))
-        return [pid for pid in found if pid not in [script.pid for script in self.scripts]]
+        """Processes below this run directory, but for the scripts."""
+        scripts = [script.pid for script in self.scripts]
+        return [pid for pid in working(str(self.run), module) if pid not in scripts]
 
     def another_keeper(self, times: int = 1) -> None:
         """Waits until another keeper has taken the script over, the `times`th one."""
