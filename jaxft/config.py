@@ -7,7 +7,10 @@ Variables that the agent sets for a rank (and for nobody else to set):
     JAXFT_RANK, JAXFT_RANKS    its jax.process_index(), and how many there are
     JAXFT_COORDINATOR          where jax.distributed meets
     JAXFT_SMP                  the Unix socket of the host's snapshot process
+    JAXFT_ADDRESS              the IP address of the host, where hosts are on several machines
     JAXFT_PERSIST              for a persist helper, whose rank is its host's: the order's number
+    JAXFT_EXPORT               for an exporter, a rank that writes to storage: where to, as JSON
+    JAXFT_STORE                for these two: the store's URL, "" where there is none
 
 Variables for people:
 
@@ -15,6 +18,11 @@ Variables for people:
                                else the temporary directory, private to the user)
     JAXFT_EVENTS               directory of the event log
     JAXFT_FAULTS               faults on purpose, see `faults`
+    JAXFT_ADDRESS, JAXFT_INTERFACE   where other hosts reach this one, as --address and --interface
+    JAXFT_JOB_KEY, JAXFT_JOB_KEY_FILE   the job's key, or the file that has it
+    JAXFT_STORE_USER, JAXFT_STORE_PASSWORD   for a store in etcd that asks who one is
+    JAXFT_STORE_CA, JAXFT_STORE_CERT, JAXFT_STORE_KEY   as --store-ca, --store-cert, --store-key
+    JAXFT_PARITY               "host" or "device", where `Snapshotter(parity=...)` says nothing
     JAXFT_MEMORY_MAX_MIB       the most memory that a host's snapshots may take (both slots
                                together; default: what its machine and its limits leave)
 """
@@ -56,6 +64,7 @@ class RankEnv(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     coordinator: str
     smp: str
+    address: str = ""
 
     def to_environ(self) -> dict[str, str]:
         """The variables for a rank; they replace whatever a previous generation left."""
@@ -68,6 +77,7 @@ class RankEnv(msgspec.Struct, frozen=True, kw_only=True):
             "JAXFT_RANKS": str(self.ranks),
             "JAXFT_COORDINATOR": self.coordinator,
             "JAXFT_SMP": self.smp,
+            "JAXFT_ADDRESS": self.address,
         }
 
     @classmethod
@@ -86,6 +96,7 @@ class RankEnv(msgspec.Struct, frozen=True, kw_only=True):
                 ranks=int(env["JAXFT_RANKS"]),
                 coordinator=env["JAXFT_COORDINATOR"],
                 smp=env["JAXFT_SMP"],
+                address=env.get("JAXFT_ADDRESS", ""),
             )
         except (KeyError, ValueError) as error:
             raise ConfigError(
@@ -94,10 +105,104 @@ class RankEnv(msgspec.Struct, frozen=True, kw_only=True):
             ) from None
 
 
+# What a rank has no business with: these are the agent's.
+SECRETS = (
+    *("JAXFT_JOB_KEY", "JAXFT_JOB_KEY_FILE"),
+    *("JAXFT_STORE_USER", "JAXFT_STORE_PASSWORD", "JAXFT_STORE_KEY"),
+)
+
+
+def job_key(environ: Mapping[str, str] | None = None) -> str:
+    """The text of the job's key."""
+    return (os.environ if environ is None else environ).get("JAXFT_JOB_KEY", "")
+
+
+def job_key_file(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The file with the job's key."""
+    text = (os.environ if environ is None else environ).get("JAXFT_JOB_KEY_FILE", "")
+    return Path(text) if text else None
+
+
+def own_address(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """The address and the interface at which other hosts reach this one, "" where not said."""
+    env = os.environ if environ is None else environ
+    return env.get("JAXFT_ADDRESS", ""), env.get("JAXFT_INTERFACE", "")
+
+
+class StoreAccess(msgspec.Struct, frozen=True, kw_only=True):
+    """How a store in etcd is reached: whom to trust there, and who one is.
+
+    Args:
+        ca: file of the certificates of those who may vouch for it ("": the system's).
+        cert, key: files of the certificate and the private key that are shown to it.
+        user, password: of etcd's own.
+
+    Raises:
+        ConfigError: half of a pair is missing.
+    """
+
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    user: str = ""
+    password: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.cert) != bool(self.key):
+            raise ConfigError(
+                "--store-cert and --store-key belong together: a certificate and its private key"
+            )
+        if bool(self.user) != bool(self.password):
+            raise ConfigError("JAXFT_STORE_USER and JAXFT_STORE_PASSWORD belong together")
+
+    @classmethod
+    def of(
+        cls,
+        ca: str = "",
+        cert: str = "",
+        key: str = "",
+        environ: Mapping[str, str] | None = None,
+    ) -> StoreAccess:
+        """As the options say, or else the environment."""
+        env = os.environ if environ is None else environ
+        if not (cert or key):
+            cert, key = env.get("JAXFT_STORE_CERT", ""), env.get("JAXFT_STORE_KEY", "")
+        return cls(
+            ca=ca or env.get("JAXFT_STORE_CA", ""),
+            cert=cert,
+            key=key,
+            user=env.get("JAXFT_STORE_USER", ""),
+            password=env.get("JAXFT_STORE_PASSWORD", ""),
+        )
+
+    def to_environ(self) -> dict[str, str]:
+        """The variables that `of` reads."""
+        return {
+            "JAXFT_STORE_CA": self.ca,
+            "JAXFT_STORE_CERT": self.cert,
+            "JAXFT_STORE_KEY": self.key,
+            "JAXFT_STORE_USER": self.user,
+            "JAXFT_STORE_PASSWORD": self.password,
+        }
+
+    def __repr__(self) -> str:
+        return f"StoreAccess(ca={self.ca!r}, cert={self.cert!r}, user={self.user!r})"
+
+
 def persist_number(environ: Mapping[str, str] | None = None) -> int | None:
     """The number of the order that this process, a persist helper, was started for."""
     text = (os.environ if environ is None else environ).get("JAXFT_PERSIST", "")
     return int(text) if text.isdigit() else None
+
+
+def export(environ: Mapping[str, str] | None = None) -> str:
+    """Where this process, an exporter, writes to, as JSON."""
+    return (os.environ if environ is None else environ).get("JAXFT_EXPORT", "")
+
+
+def store_url(environ: Mapping[str, str] | None = None) -> str:
+    """The store of the job that this process writes a checkpoint of."""
+    return (os.environ if environ is None else environ).get("JAXFT_STORE", "")
 
 
 def memory_bytes_max(environ: Mapping[str, str] | None = None) -> int | None:
@@ -108,6 +213,11 @@ def memory_bytes_max(environ: Mapping[str, str] | None = None) -> int | None:
     if not text.isdigit():
         raise ConfigError(f"JAXFT_MEMORY_MAX_MIB={text}: expected a number of MiB")
     return int(text) << 20
+
+
+def parity(environ: Mapping[str, str] | None = None) -> str:
+    """Who computes parity, "" where the environment does not say."""
+    return (os.environ if environ is None else environ).get("JAXFT_PARITY", "")
 
 
 def faults_text(environ: Mapping[str, str] | None = None) -> str:

@@ -9,15 +9,17 @@ it waits FAILED_S for them, and ends.
 from __future__ import annotations
 
 import atexit
-import ipaddress
+import functools
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import jax
 import msgspec
+from jax._src import xla_bridge
 
 from jaxft.config import RankEnv
 from jaxft.errors import ConfigError
@@ -55,14 +57,27 @@ def initialize() -> None:
         jax.config.update(  # type: ignore[no-untyped-call]
             "jax_cpu_collectives_implementation", "gloo"
         )
+    gloo_listens_at(env.address)
     jax.distributed.initialize(
         coordinator_address=env.coordinator,
         num_processes=env.ranks,
         process_id=env.rank,
-        coordinator_bind_address=_bind_address(env.coordinator),
+        coordinator_bind_address=env.coordinator,  # JAX would listen on every interface
         initialization_timeout=INITIALIZE_S,
         heartbeat_timeout_seconds=HEARTBEAT_S,
     )
+
+
+def gloo_listens_at(address: str) -> None:
+    """Tells Gloo, by which CPU devices of several hosts talk, where this host is ("": nothing).
+
+    It listens at what the host's own name resolves to, which on many machines is 127.0.1.1, and JAX
+    has no option for it. Should its own call for this be gone, the host's name decides again.
+    """
+    xla = getattr(xla_bridge, "_jax", None)
+    make = getattr(xla, "make_gloo_tcp_collectives", None)
+    if address and xla is not None and make is not None:
+        xla.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
 
 
 def leaves_by(error: SystemExit) -> None:
@@ -87,16 +102,7 @@ def _end(status: int) -> None:
     os._exit(status)
 
 
-def _bind_address(coordinator: str) -> str | None:
-    """A coordinator on loopback listens there only (JAX would listen on every interface)."""
-    host = coordinator.rpartition(":")[0].strip("[]")
-    try:
-        return coordinator if ipaddress.ip_address(host).is_loopback else None
-    except ValueError:
-        return None
-
-
-def take_seat(job: str | None, floor: int = 0) -> Seat:
+def take_seat(job: str | None, floor: Callable[[], int] = lambda: 0) -> Seat:
     """Where this rank stands: as its agent said, or, in a process that nobody launched, as the one
     rank of a job of its own.
 

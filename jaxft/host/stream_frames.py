@@ -1,4 +1,5 @@
-"""Bulk reads over plain stream sockets, loopback TCP or Unix sockets: what goes over a connection.
+"""Bulk reads over stream sockets, TCP or Unix sockets: what goes over a connection, once it is
+proved where it has to be (`stream_links`).
 
 Why not over ZeroMQ, as the control messages: there a byte passes through another thread on each
 side and lands in memory that was never touched before, which costs about twice as much processor
@@ -26,7 +27,7 @@ import msgspec
 # As much of a piece as the kernel holds between the two (it gives what its own limit allows).
 _BUFFER_BYTES = 4 << 20
 # A reader that takes nothing for so long is let go; it connects again if it still lives.
-_SEND_S = 30.0
+SEND_S = 30.0
 
 REQUEST = struct.Struct("<4sI")
 ANSWER = struct.Struct("<4sIQ")
@@ -44,7 +45,7 @@ class BulkRequest(msgspec.Struct, frozen=True, array_like=True):
 def prepare(connected: socket.socket, receive_s: float) -> None:
     """A blocking socket whose calls end by themselves."""
     connected.setblocking(True)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _seconds(_SEND_S))
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _seconds(SEND_S))
     if receive_s:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _seconds(receive_s))
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)

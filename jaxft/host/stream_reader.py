@@ -38,8 +38,8 @@ from jaxft.host.stream_frames import (
     SAYS,
     BulkRequest,
     parse,
-    prepare,
 )
+from jaxft.host.stream_links import Link, Links
 from jaxft.host.wire import (
     CANCEL_POLL_S,
     PIECE_BYTES_MAX,
@@ -72,11 +72,13 @@ class StreamBulkReader(BulkReader):
 
     Args:
         check_address: raises ConfigError for an address that is not to be read from.
+        links: how connections are proved.
     """
 
-    def __init__(self, check_address: Callable[[str], None]) -> None:
-        self._check_address = check_address
-        self._lent = _LentFiles()
+    def __init__(self, check_address: Callable[[str], None], links: Links) -> None:
+        self.check_address = check_address
+        self.links = links
+        self.lent = _LentFiles()
 
     def read_many(
         self,
@@ -87,9 +89,7 @@ class StreamBulkReader(BulkReader):
         window_bytes: int = WINDOW_BYTES,
         cancel: threading.Event | None = None,
     ) -> Iterator[tuple[T, memoryview | Refused]]:
-        reading = _Reading(
-            self._check_address, self._lent, requests, window_bytes, peer_s, deadline_s, cancel
-        )
+        reading = _Reading(self, requests, window_bytes, peer_s, deadline_s, cancel)
         try:
             while reading.ask():
                 taken = reading.receive()
@@ -162,12 +162,14 @@ class _LentFiles:
 class _Server(Generic[T]):
     """The connection to one server, what it owes, and how long it has been silent meanwhile."""
 
-    def __init__(self, address: str, buffers: _Buffers, lent: _LentFiles) -> None:
+    def __init__(self, address: str, buffers: _Buffers, lent: _LentFiles, links: Links) -> None:
         self.address = address
         self.owes: deque[ReadRequest[T]] = deque()
         self._buffers = buffers
-        self._socket: socket.socket | None = None
-        self._connected = False
+        self._links = links
+        self._socket: socket.socket | None = None  # while it is being connected
+        self._link: Link | None = None
+        self._wants = select.POLLOUT  # until it is connected
         self._header = memoryview(bytearray(ANSWER.size))
         self._refusal = 0
         self._target: memoryview | None = None
@@ -180,15 +182,27 @@ class _Server(Generic[T]):
         self._retry_at_s = 0.0
         self._retry_s = _RETRY_S
         self.silent_s = 0.0
+        self.broke = ""  # why the last connection ended
 
-    # What to wait for: readable when there is something to take, writable when connected.
+    # What to wait for: readable when there is something to take, or what connecting waits for.
 
     def fileno(self) -> int:
-        return -1 if self._socket is None else self._socket.fileno()
+        holder = self._link.socket if self._link is not None else self._socket
+        return -1 if holder is None else holder.fileno()
+
+    @property
+    def is_connected(self) -> bool:
+        """Is the connection there, and proved?"""
+        return self._link is not None and self._wants == 0
 
     @property
     def wants(self) -> int:
-        return select.POLLIN if self._connected else select.POLLOUT
+        return self._wants or select.POLLIN
+
+    @property
+    def has_more(self) -> bool:
+        """Has anything come that the descriptor does not tell of?"""
+        return self.is_connected and self._link is not None and self._link.has_more
 
     def ask(self, request: ReadRequest[T]) -> memoryview | None:
         """Asks, unless the server has said before where it lies: then that is returned."""
@@ -198,7 +212,7 @@ class _Server(Generic[T]):
         if not self.owes:
             self.silent_s = 0.0
         self.owes.append(request)
-        if self._connected:
+        if self.is_connected:
             self._send(request)
         return None
 
@@ -213,9 +227,9 @@ class _Server(Generic[T]):
 
     def mind_connection(self, now_s: float) -> None:
         """Connects, if it is time to; asks again for all that is owed once connected."""
-        if self._socket is None and now_s >= self._retry_at_s:
+        if self._socket is None and self._link is None and now_s >= self._retry_at_s:
             family, place = parse(self.address)
-            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket, self._wants = socket.socket(family, socket.SOCK_STREAM), select.POLLOUT
             self._socket.setblocking(False)
             try:
                 self._socket.connect(place)
@@ -226,36 +240,45 @@ class _Server(Generic[T]):
             except OSError as error:
                 self._lose(error)
             else:
-                self._arrived()
+                self.go_on()
 
-    def ready(self) -> None:
-        """Connecting has come to an end."""
+    def go_on(self) -> None:
+        """What connecting, or its proof, waited for has come."""
+        try:
+            if self._link is None:
+                self._link = self._take_socket()
+            self._wants = self._link.prove()
+            if self._wants == 0:
+                self._link.begin(CANCEL_POLL_S)
+        except OSError as error:
+            self._lose(error)
+            return
+        if self._wants == 0:
+            for request in list(self.owes):
+                self._send(request)
+
+    def _take_socket(self) -> Link:
+        """The link of the socket, which has been connected, or not. Raises OSError."""
         assert self._socket is not None
         error = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
-            self._lose(OSError(error, os.strerror(error)))
-        else:
-            self._arrived()
-
-    def _arrived(self) -> None:
-        assert self._socket is not None
-        prepare(self._socket, CANCEL_POLL_S)
-        self._connected = True
-        for request in list(self.owes):
-            self._send(request)
+            raise OSError(error, os.strerror(error))
+        connected, self._socket = self._socket, None
+        return self._links.of(self.address, connected, is_server=False)
 
     def _send(self, request: ReadRequest[T]) -> None:
-        if self._socket is None:
+        if self._link is None:
             return
         body = _encode(BulkRequest(request.key, request.offset, request.nbytes))
         try:
-            self._socket.sendall(REQUEST.pack(ASKS, len(body)) + body)
+            self._link.send(REQUEST.pack(ASKS, len(body)), body)
         except OSError as error:
             self._lose(error)
 
     def _lose(self, error: OSError | None) -> None:
         """The connection is no more; a piece that came half is asked for again as a whole."""
-        _log.debug("%s: %s", self.address, error or "the connection ended")
+        self.broke = str(error or "the connection ended")
+        _log.debug("%s: %s", self.address, self.broke)
         self.close()
         self._target, self._filled = None, 0
         self._retry_at_s = time.monotonic() + self._retry_s
@@ -319,11 +342,11 @@ class _Server(Generic[T]):
 
     def _fill(self, target: memoryview) -> bool:
         """Receives the rest of `target`; whether it is full now."""
-        if self._socket is None:  # lost since it was seen to have something to say
+        if self._link is None:  # lost since it was seen to have something to say
             return False
         left = target[self._filled :]
         try:
-            count = self._receive(self._socket, left, takes_fds=target is self._header)
+            count = self._receive(self._link, left, takes_fds=target is self._header)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -332,15 +355,15 @@ class _Server(Generic[T]):
         if count == 0:
             self._lose(None)
             return False
-        self.silent_s, self._retry_s = 0.0, _RETRY_S
+        self.silent_s, self._retry_s, self.broke = 0.0, _RETRY_S, ""
         self._filled += count
         return self._filled == len(target)
 
-    def _receive(self, connected: socket.socket, into: memoryview, *, takes_fds: bool) -> int:
-        if not takes_fds or connected.family != socket.AF_UNIX:
-            return connected.recv_into(into, len(into), socket.MSG_WAITALL)
+    def _receive(self, link: Link, into: memoryview, *, takes_fds: bool) -> int:
+        if not takes_fds or link.socket.family != socket.AF_UNIX:
+            return link.receive(into)
         flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
-        count, ancillary, found, _ = connected.recvmsg_into([into], _ANCILLARY_BYTES, flags)
+        count, ancillary, found, _ = link.socket.recvmsg_into([into], _ANCILLARY_BYTES, flags)
         self._fds += unpacked(ancillary)
         if found & socket.MSG_CTRUNC:
             raise WireError(
@@ -350,9 +373,10 @@ class _Server(Generic[T]):
         return count
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        self._socket, self._connected = None, False
+        for holder in (self._socket, self._link):
+            if holder is not None:
+                holder.close()
+        self._socket, self._link, self._wants = None, None, select.POLLOUT
         for fd in self._fds:
             os.close(fd)
         self._fds, self._files, self._places = [], [], {}
@@ -363,15 +387,14 @@ class _Reading(Generic[T]):
 
     def __init__(
         self,
-        check_address: Callable[[str], None],
-        lent: _LentFiles,
+        reader: StreamBulkReader,
         requests: Iterable[ReadRequest[T]],
         window_bytes: int,
         peer_s: float,
         deadline_s: float,
         cancel: threading.Event | None,
     ) -> None:
-        self._check_address = check_address
+        self._reader = reader
         self._requests = iter(requests)
         self._coming = next(self._requests, None)
         self._window_bytes = window_bytes
@@ -383,7 +406,6 @@ class _Reading(Generic[T]):
         self._ready: deque[_Server[T]] = deque()
         self._found: deque[tuple[ReadRequest[T], memoryview]] = deque()  # without being asked for
         self._buffers = _Buffers()
-        self._lent = lent
         self._held = 0
         self._held_bytes = 0
 
@@ -433,15 +455,17 @@ class _Reading(Generic[T]):
         for server in self._servers.values():
             if server.owes:
                 server.mind_connection(now_s)
-            if server.fileno() >= 0:
+            if server.has_more:
+                self._ready.append(server)
+            elif server.fileno() >= 0:
                 by_fd[server.fileno()] = server
                 poller.register(server.fileno(), server.wants)
-        for fd, _ in poller.poll(timeout_s * 1000):
+        for fd, _ in poller.poll(0 if self._ready else timeout_s * 1000):
             server = by_fd[fd]
-            if server.wants == select.POLLOUT:
-                server.ready()
-            else:
+            if server.is_connected:
                 self._ready.append(server)
+            else:
+                server.go_on()
 
     def _has_room(self, nbytes: int) -> bool:
         if self._held == 0:
@@ -451,10 +475,11 @@ class _Reading(Generic[T]):
     def _server(self, address: str) -> _Server[T]:
         server = self._servers.get(address)
         if server is None:
-            self._check_address(address)
+            self._reader.check_address(address)
             if address.endswith(":*"):
                 raise ConfigError(f'address "{address}" has no port to read from')
-            server = self._servers[address] = _Server(address, self._buffers, self._lent)
+            server = _Server(address, self._buffers, self._reader.lent, self._reader.links)
+            self._servers[address] = server
         return server
 
     def _check(self, heard: set[str]) -> None:
@@ -476,5 +501,5 @@ class _Reading(Generic[T]):
                 raise PeerUnreachable(
                     f"the host at {server.address} owes {len(server.owes)} reads and has not "
                     f"answered for {server.silent_s:.1f} s (limit {self._peer_s:g} s): it is down "
-                    "or cut off"
+                    "or cut off" + (f" ({server.broke})" if server.broke else "")
                 )

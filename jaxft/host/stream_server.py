@@ -29,14 +29,16 @@ from jaxft.host.stream_frames import (
     SAYS,
     BulkRequest,
     parse,
-    prepare,
 )
+from jaxft.host.stream_links import Link, Links, meet
 from jaxft.host.wire import PIECE_BYTES_MAX, BulkServer, Provider, Refused, Shared
 
 _log = logging.getLogger(__name__)
 
 _RETRY_S = 0.05
 _CLOSE_S = 5.0
+# Whoever connects has so long to prove that it belongs to the job.
+_PROOF_S = 10.0
 _BACKLOG = 128
 _CONNECTIONS_MAX = 1024
 _REASON_CHARS_MAX = 4096
@@ -47,15 +49,21 @@ _decode = msgspec.msgpack.Decoder(BulkRequest).decode
 class StreamBulkServer(BulkServer):
     """Answers at `hint`.
 
+    Args:
+        hint: an address that was checked.
+        provider: of the bytes.
+        links: how connections are proved.
+
     Raises:
         WireError: the address is taken.
     """
 
-    def __init__(self, hint: str, provider: Provider) -> None:
+    def __init__(self, hint: str, provider: Provider, links: Links) -> None:
         self._provider = provider
+        self._links = links
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._connections: dict[socket.socket, threading.Thread] = {}
+        self._connections: dict[threading.Thread, Link] = {}
         family, place = parse(hint)
         self._file = Path(place) if isinstance(place, str) else None
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -87,11 +95,11 @@ class StreamBulkServer(BulkServer):
             self._socket.shutdown(socket.SHUT_RDWR)
         with self._lock:
             connections = dict(self._connections)
-        for connected in connections:
+        for link in connections.values():
             with contextlib.suppress(OSError):
-                connected.shutdown(socket.SHUT_RDWR)
+                link.shut()
         deadline_s = time.monotonic() + _CLOSE_S
-        for thread in (self._thread, *connections.values()):
+        for thread in (self._thread, *connections):
             thread.join(max(0.0, deadline_s - time.monotonic()))
             if thread.is_alive():
                 raise WireError(
@@ -120,41 +128,49 @@ class StreamBulkServer(BulkServer):
                 self._file.unlink(missing_ok=True)
 
     def _let_in(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        try:
+            link = self._links.of(self._address, connected, is_server=True)
+        except OSError as error:
+            connected.close()
+            _log.debug("%s: who came is gone: %s", self._address, error)
+            return
         thread = threading.Thread(
-            target=self._serve, args=(connected,), name="jaxft-bulk-peer", daemon=True
+            target=self._serve, args=(link,), name="jaxft-bulk-peer", daemon=True
         )
         with self._lock:
             if self._closing.is_set() or len(self._connections) >= _CONNECTIONS_MAX:
-                connected.close()
+                link.close()
                 return
-            self._connections[connected] = thread
+            self._connections[thread] = link
             thread.start()
 
-    def _serve(self, connected: socket.socket) -> None:
+    def _serve(self, link: Link) -> None:
         passed: dict[tuple[int, int, int], int] = {}
         try:
-            prepare(connected, receive_s=0.0)
+            meet(link, _PROOF_S)
+            link.begin(receive_s=0.0)
             while not self._closing.is_set():
-                request = self._next(connected)
+                request = self._next(link)
                 if request is None:
                     return
-                self._answer(connected, request, passed)
+                self._answer(link, request, passed)
         except OSError as error:
             if not self._closing.is_set():
                 _log.debug("%s: a reader is gone: %s", self._address, error)
         finally:
             with self._lock:
-                del self._connections[connected]
-            connected.close()
+                del self._connections[threading.current_thread()]
+            link.close()
 
-    def _next(self, connected: socket.socket) -> BulkRequest | None:
+    def _next(self, link: Link) -> BulkRequest | None:
         """The next request; None at the end of the connection, or of what makes sense on it."""
-        header = _receive(connected, REQUEST.size)
+        header = _receive(link, REQUEST.size)
         if header is None:
             return None
         magic, length = REQUEST.unpack(header)
         if magic == ASKS and length <= REQUEST_BYTES_MAX:
-            body = _receive(connected, length)
+            body = _receive(link, length)
             if body is None:
                 return None
             with contextlib.suppress(msgspec.DecodeError):
@@ -164,7 +180,7 @@ class StreamBulkServer(BulkServer):
 
     def _answer(
         self,
-        connected: socket.socket,
+        link: Link,
         request: BulkRequest,
         passed: dict[tuple[int, int, int], int],
     ) -> None:
@@ -172,12 +188,12 @@ class StreamBulkServer(BulkServer):
         given = self._look_up(request)
         if isinstance(given, Refused):
             reason = (given.reason or "refused")[:_REASON_CHARS_MAX].encode()
-            _send(connected, ANSWER.pack(SAYS, len(reason), 0), memoryview(reason))
-        elif isinstance(given, Shared) and connected.family == socket.AF_UNIX:
-            _pass_on(connected, given, passed)
+            link.send(ANSWER.pack(SAYS, len(reason), 0), reason)
+        elif isinstance(given, Shared) and link.socket.family == socket.AF_UNIX:
+            _pass_on(link, given, passed)
         else:
             data = given.data if isinstance(given, Shared) else given
-            _send(connected, ANSWER.pack(SAYS, 0, data.nbytes), data.cast("B"))
+            link.send(ANSWER.pack(SAYS, 0, data.nbytes), data.cast("B"))
 
     def _look_up(self, request: BulkRequest) -> memoryview | Shared | Refused:
         if not 0 <= request.nbytes <= PIECE_BYTES_MAX or request.offset < 0:
@@ -192,21 +208,19 @@ class StreamBulkServer(BulkServer):
             return Refused(f"the server failed: {error!r}")
 
 
-def _receive(connected: socket.socket, nbytes: int) -> bytearray | None:
+def _receive(link: Link, nbytes: int) -> bytearray | None:
     """So many bytes, however long they take to come; None if the connection ends before."""
     data = bytearray(nbytes)
     view = memoryview(data)
     while view:
-        count = connected.recv_into(view, len(view), socket.MSG_WAITALL)
+        count = link.receive(view)
         if count == 0:
             return None
         view = view[count:]
     return data
 
 
-def _pass_on(
-    connected: socket.socket, given: Shared, passed: dict[tuple[int, int, int], int]
-) -> None:
+def _pass_on(link: Link, given: Shared, passed: dict[tuple[int, int, int], int]) -> None:
     """Says where the data lies, with the descriptor if the other side does not have it yet."""
     status = os.fstat(given.fd)
     # One that has grown is passed on again: the other side has mapped what there was.
@@ -214,16 +228,6 @@ def _pass_on(
     fds = [] if file in passed else [given.fd]
     passed.setdefault(file, len(passed))
     header = ANSWER.pack(MAPS, passed[file], given.offset)
-    sent = connected.sendmsg([header], packed(fds))
+    sent = link.socket.sendmsg([header], packed(fds))
     if sent < len(header):
-        _send(connected, header[sent:], memoryview(b""))
-
-
-def _send(connected: socket.socket, header: bytes, data: memoryview) -> None:
-    """Sends both. Raises OSError when the other side takes nothing for _SEND_S."""
-    sent = connected.sendmsg([header, data])
-    while sent < len(header) + len(data):
-        # Interrupted, or the time is up: then this call raises.
-        at = sent - len(header)
-        parts: list[bytes | memoryview] = [header[sent:], data] if at < 0 else [data[at:]]
-        sent += connected.sendmsg(parts)
+        link.send(header[sent:])

@@ -1,17 +1,18 @@
-"""The peer channel over ZeroMQ: loopback TCP, or Unix sockets in a directory of this user alone.
+"""The peer channel over ZeroMQ: TCP, or Unix sockets in a directory of this user alone.
 
 ZeroMQ brings framing, queues, reconnecting and heartbeats. Control messages go from one PUSH socket
 for each receiver to the receiver's PULL socket. Whispers go between Unix sockets past ZeroMQ, whose
 own thread would wake up for them on both sides (`_Quiet`). Bulk reads have plain sockets of their
 own, at addresses of the same form (`stream_frames`).
 
-Nothing here is authenticated, so every address that other machines could reach is refused.
+Who may listen where, and what a connection has to prove, is said in `trust`. Over TCP, with the
+job's key, messages are encrypted by CURVE (`wire_curve`), or carry a proof each.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
+import functools
 import logging
 import math
 import select
@@ -29,8 +30,10 @@ from jaxft.errors import (
     WireError,
 )
 from jaxft.host.local import private_socket_path
+from jaxft.host.stream_links import Links
 from jaxft.host.stream_reader import StreamBulkReader
 from jaxft.host.stream_server import StreamBulkServer
+from jaxft.host.trust import MAC_BYTES, MessageSeal, Trust, check_address, is_secured
 from jaxft.host.wire import (
     MESSAGE_BYTES_MAX,
     BulkReader,
@@ -40,6 +43,7 @@ from jaxft.host.wire import (
     Provider,
     Waker,
 )
+from jaxft.host.wire_curve import Curve, Doorkeeper
 
 _log = logging.getLogger(__name__)
 
@@ -59,58 +63,100 @@ _READABLE = int(zmq.POLLIN)
 
 
 class ZmqNetwork(Network):
-    """ZeroMQ with its own context for messages, plain sockets for bulk reads."""
+    """ZeroMQ with its own context for messages, stream sockets for bulk reads.
 
-    def __init__(self) -> None:
-        self._context = zmq.Context(1)
-        self._context.set(zmq.MAX_SOCKETS, 4 * PEERS_MAX)
-
-    def endpoint(self, hint: str) -> Endpoint:
-        return ZmqEndpoint(self._context, hint)
-
-    def serve(self, hint: str, provider: Provider) -> BulkServer:
-        check_address(hint)
-        return StreamBulkServer(hint, provider)
-
-    def reader(self) -> BulkReader:
-        return StreamBulkReader(check_address)
-
-    def close(self) -> None:
-        # Also what was left open, since waiting for it to be closed could take for ever.
-        self._context.destroy()
-
-
-def check_address(address: str) -> None:
-    """Refuses what is neither loopback TCP nor a Unix socket in a private directory.
+    Args:
+        trust: what peers on other machines know each other by; without it there are none.
 
     Raises:
-        ConfigError: says what is wrong with it.
+        ConfigError: a package is missing that it takes.
     """
-    scheme, _, rest = address.partition("://")
-    if scheme == "ipc":
-        private_socket_path(Path(rest))
-        return
-    if scheme != "tcp":
-        raise ConfigError(f'address "{address}" is neither tcp://127.0.0.1:PORT nor ipc:///PATH')
-    host, _, port = rest.rpartition(":")
-    if not (port == "*" or port.isdigit()):
-        raise ConfigError(f'address "{address}" has no port: a number, or * for any')
-    try:
-        loopback = ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise ConfigError(
-            f'address "{address}" can be reached from other machines, which needs authentication, '
-            "and there is none yet: use tcp://127.0.0.1:PORT or ipc:///PATH"
-        )
+
+    def __init__(self, trust: Trust | None = None) -> None:
+        self._trust = trust
+        self._links = Links(trust)
+        self._sockets = _Sockets(trust)
+
+    def endpoint(self, hint: str) -> Endpoint:
+        return ZmqEndpoint(self._sockets, hint)
+
+    def serve(self, hint: str, provider: Provider) -> BulkServer:
+        check_address(hint, self._trust)
+        return StreamBulkServer(hint, provider, self._links)
+
+    def reader(self) -> BulkReader:
+        check = functools.partial(check_address, trust=self._trust)
+        return StreamBulkReader(check, self._links)
+
+    def close(self) -> None:
+        self._sockets.close()
+
+
+class _Sockets:
+    """Makes ZeroMQ's sockets, each with what it needs at its address.
+
+    Args:
+        trust: of the network.
+    """
+
+    def __init__(self, trust: Trust | None) -> None:
+        self._context = zmq.Context(1)
+        self._context.set(zmq.MAX_SOCKETS, 4 * PEERS_MAX)
+        self._trust = trust
+        self._curve: Curve | None = None
+        self._doorkeeper: Doorkeeper | None = None
+        self.seal = MessageSeal(trust) if trust is not None and trust.clear else None
+        if trust is not None and not trust.clear:
+            self._curve = Curve(trust)
+            self._doorkeeper = Doorkeeper(self._context, self._curve)
+
+    def listening(self, hint: str) -> zmq.Socket[bytes]:
+        """A socket for messages of all peers that does not listen yet. Raises ConfigError."""
+        socket = self._socket(zmq.PULL, hint)
+        if self._curve is not None and is_secured(hint, self._trust):
+            self._curve.guard(socket)
+        return socket
+
+    def sending(self, address: str) -> zmq.Socket[bytes]:
+        """A socket for messages to one peer that is not connected yet. Raises ConfigError."""
+        socket = self._socket(zmq.PUSH, address)
+        if self._curve is not None and is_secured(address, self._trust):
+            self._curve.introduce(socket)
+        return socket
+
+    def seal_of(self, address: str) -> MessageSeal | None:
+        """What proves each message to or at this address, if something does."""
+        return self.seal if is_secured(address, self._trust) else None
+
+    def _socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        """One that notices within seconds that the other machine is gone, and tries again."""
+        check_address(address, self._trust)
+        socket = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        # A machine that is gone closes nothing. Of a Unix socket the kernel closes the other end.
+        if not address.startswith("ipc:"):
+            socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
+            socket.setsockopt(zmq.IPV6, address.startswith("tcp://["))
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, 5_000)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        return socket
+
+    def close(self) -> None:
+        if self._doorkeeper is not None:
+            self._doorkeeper.close()
+        # Also what was left open, since waiting for it to be closed could take for ever.
+        self._context.destroy()
 
 
 class _Outbox:
     """The socket for one receiver, and the large messages that it still holds."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
-        self.socket = _socket(context, zmq.PUSH, address)
+    def __init__(self, sockets: _Sockets, address: str) -> None:
+        self.address = address
+        self.socket = sockets.sending(address)
+        self._seal = sockets.seal_of(address)
         self.socket.setsockopt(zmq.SNDHWM, _SEND_QUEUE)
         self.socket.connect(address)
         self.quiet_path = _quiet_path(address)
@@ -118,6 +164,8 @@ class _Outbox:
 
     def send(self, payload: bytes) -> bool:
         """Whether there was room."""
+        if self._seal is not None:
+            payload = self._seal.close(self.address, payload)
         self._large = [(tracker, size) for tracker, size in self._large if not tracker.done]
         held_bytes = sum(size for _, size in self._large)
         try:
@@ -183,10 +231,12 @@ class _Quiet:
 
 
 class ZmqEndpoint(Endpoint):
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], hint: str) -> None:
-        self._context = context
-        self._inbox = _socket(context, zmq.PULL, hint)
-        self._inbox.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+    def __init__(self, sockets: _Sockets, hint: str) -> None:
+        self._sockets = sockets
+        self._inbox = sockets.listening(hint)
+        self._seal = sockets.seal_of(hint)
+        sealed_bytes = MAC_BYTES if self._seal is not None else 0
+        self._inbox.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX + sealed_bytes)
         self._inbox.setsockopt(zmq.RCVHWM, _RECEIVE_QUEUE)
         self._address = _bind(self._inbox, hint)
         self._outboxes: OrderedDict[str, _Outbox] = OrderedDict()
@@ -196,6 +246,7 @@ class ZmqEndpoint(Endpoint):
         self._polled: frozenset[int] = frozenset()
         self._inbox_fd = int(self._inbox.getsockopt(zmq.FD))
         self._dropped = 0
+        self._unproved = 0
 
     @property
     def address(self) -> str:
@@ -226,10 +277,24 @@ class ZmqEndpoint(Endpoint):
             except zmq.Again:
                 break
             if len(frames) == 1:
-                messages.append(frames[0])
+                messages += self._opened(frames[0])
             else:
                 _log.warning("%s: a message of %d frames is none", self._address, len(frames))
         return messages
+
+    def _opened(self, message: bytes) -> list[bytes]:
+        """What was said, or nothing if whoever said it did not prove the job's key."""
+        payload = message if self._seal is None else self._seal.open(self._address, message)
+        if payload is not None:
+            return [payload]
+        self._unproved += 1
+        if self._unproved == 1:  # Whoever sends one may send many.
+            _log.warning(
+                "%s: messages without a proof of this job's key arrive and are thrown away: a host "
+                "with another job key, or without --trust-network, or somebody else",
+                self._address,
+            )
+        return []
 
     def wait(self, fds: Iterable[int], timeout_s: float) -> list[int]:
         self._poll_for(frozenset((self._inbox_fd, self._waker.fileno(), *fds)))
@@ -279,39 +344,20 @@ class ZmqEndpoint(Endpoint):
     def _outbox(self, address: str) -> _Outbox:
         outbox = self._outboxes.get(address)
         if outbox is None:
-            check_address(address)
             if len(self._outboxes) >= PEERS_MAX:
                 self.forget(next(iter(self._outboxes)))
-            outbox = self._outboxes[address] = _Outbox(self._context, address)
+            outbox = self._outboxes[address] = _Outbox(self._sockets, address)
         self._outboxes.move_to_end(address)
         return outbox
-
-
-def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, address: str) -> zmq.Socket[bytes]:
-    """A socket that notices within seconds that the other machine is gone, and tries again."""
-    socket = context.socket(kind)
-    socket.setsockopt(zmq.LINGER, 0)
-    # A machine that is gone closes nothing. Of a Unix socket the kernel closes the other end.
-    if not address.startswith("ipc:"):
-        socket.setsockopt(zmq.HEARTBEAT_IVL, 2_000)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
-    socket.setsockopt(zmq.CONNECT_TIMEOUT, 5_000)
-    socket.setsockopt(zmq.RECONNECT_IVL, 50)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
-    return socket
 
 
 def _bind(socket: zmq.Socket[bytes], hint: str) -> str:
     """Binds, and returns the address with what `hint` left open."""
     try:
-        check_address(hint)
         socket.bind(hint)
     except zmq.ZMQError as error:
         socket.close()
         raise WireError(f'cannot listen at "{hint}": {error}') from error
-    except ConfigError:
-        socket.close()
-        raise
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 

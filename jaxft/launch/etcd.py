@@ -10,12 +10,17 @@ Rules
   one that answered last. A write goes to a second endpoint only if it never left for the first:
   sent twice, a conditional write would find its own traces and report that it failed.
 - A commit may name as many keys as etcd's --max-txn-ops allows, 128 by default.
+- Who one is, where etcd asks for it, is a token that etcd gives for a password, and takes back when
+  it likes. A request that is refused for its token has had no effect: it is sent again with a new
+  one, once.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import math
+import os
 import threading
 import time
 from base64 import b64decode, b64encode
@@ -33,7 +38,8 @@ from etcd3gw.exceptions import (
     InternalServerError,
 )
 
-from jaxft.errors import StoreError
+from jaxft.config import StoreAccess
+from jaxft.errors import ConfigError, StoreError
 from jaxft.launch.store import Entry
 
 REQUEST_S = 2.0
@@ -46,11 +52,24 @@ class EtcdStore:
     Args:
         endpoints: host and port of one or more members of the cluster.
         job: the job whose keys this is about.
+        access: whom to trust there, and who one is.
+        is_encrypted: whether to talk in TLS.
+
+    Raises:
+        ConfigError: a file that `access` names is not there, or a password would go in clear.
+        StoreError: no endpoint answers, or it does not let this user in.
     """
 
-    def __init__(self, endpoints: Sequence[tuple[str, int]], *, job: str) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[tuple[str, int]],
+        *,
+        job: str,
+        access: StoreAccess,
+        is_encrypted: bool,
+    ) -> None:
         self._namespace = f"/jaxft/{quote(job, safe='')}/"
-        self._gateway = _Gateway(endpoints)
+        self._gateway = _Gateway(endpoints, access, is_encrypted)
         self._seen = _Seen()
         try:
             self._gateway.ask("/kv/range", {**self._range(""), "count_only": True})
@@ -107,6 +126,10 @@ class EtcdStore:
         except _LeaseGone as error:
             raise StoreError(f"etcd took back the new lease of {key} at once; try again") from error
         return lease
+
+    @property
+    def is_private(self) -> bool:
+        return self._gateway.is_private
 
     def close(self) -> None:
         self._gateway.close()
@@ -182,14 +205,25 @@ class _LeaseGone(StoreError):
 class _Gateway:
     """Requests to whichever endpoint answers; one at a time, but for `watch`."""
 
-    def __init__(self, endpoints: Sequence[tuple[str, int]]) -> None:
+    def __init__(
+        self, endpoints: Sequence[tuple[str, int]], access: StoreAccess, is_encrypted: bool
+    ) -> None:
+        self.is_private = is_encrypted or all(_is_loopback(host) for host, _ in endpoints)
+        _check(access, self.is_private)
+        self._access = access
         self._clients = [
             etcd3gw.client(
-                host=host, port=port, timeout=REQUEST_S, api_path="/v3/", session=_session()
+                host=host,
+                port=port,
+                protocol="https" if is_encrypted else "http",
+                timeout=REQUEST_S,
+                api_path="/v3/",
+                session=_session(access),
             )
             for host, port in endpoints
         ]
-        self._watching = _session()
+        self._watching = _session(access)
+        self._token = ""
         self._current = 0
         self._lock = threading.Lock()  # held for at most REQUEST_S an endpoint
 
@@ -207,7 +241,7 @@ class _Gateway:
             for _ in self._clients:
                 client = self._clients[self._current]
                 try:
-                    return client.post(client.get_url(path), json=body)
+                    return self._post(client, path, body)
                 except (Etcd3Exception, requests.RequestException) as error:
                     reason = _reason(error)
                     if "lease not found" in reason:
@@ -223,6 +257,27 @@ class _Gateway:
                     self._current = (self._current + 1) % len(self._clients)
         raise self._nobody(failures)
 
+    def _post(self, client: etcd3gw.Etcd3Client, path: str, body: dict[str, Any]) -> Any:
+        """Sends, as this user, to one endpoint."""
+        if self._access.user and not self._token:
+            self._token = self._authenticate(client)
+        url = client.get_url(path)
+        try:
+            return client.post(url, json=body, headers=self._headers())
+        except Etcd3Exception as error:
+            if not (self._access.user and _is_stale_token(error)):
+                raise
+            self._token = self._authenticate(client)
+            return client.post(url, json=body, headers=self._headers())
+
+    def _authenticate(self, client: etcd3gw.Etcd3Client) -> str:
+        """A new token for this user."""
+        body = {"name": self._access.user, "password": self._access.password}
+        return str(client.post(client.get_url("/auth/authenticate"), json=body)["token"])
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": self._token} if self._token else {}
+
     def watch(self, create: dict[str, Any], timeout_s: float) -> bool:
         """Whether anything happened in a range since a revision, within `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
@@ -235,6 +290,7 @@ class _Gateway:
                 with self._watching.post(
                     client.get_url("/watch"),
                     json={"create_request": create},
+                    headers=self._headers(),
                     stream=True,
                     timeout=(min(left_s, REQUEST_S), left_s),
                 ) as stream:
@@ -264,11 +320,41 @@ class _Gateway:
         )
 
 
-def _session() -> requests.Session:
+def _session(access: StoreAccess) -> requests.Session:
     session = requests.Session()
     # etcd is reached directly: proxies in the environment are for the world outside.
     session.trust_env = False
+    if access.ca:
+        session.verify = access.ca
+    if access.cert:
+        session.cert = (access.cert, access.key)
     return session
+
+
+def _check(access: StoreAccess, is_private: bool) -> None:
+    """Refuses what would fail at each request, or give a password away."""
+    names = {"--store-ca": access.ca, "--store-cert": access.cert, "--store-key": access.key}
+    for option, path in names.items():
+        if path and not os.access(path, os.R_OK):
+            raise ConfigError(f"{option} {path}: no such file, or it cannot be read")
+    if access.user and not is_private:
+        raise ConfigError(
+            "JAXFT_STORE_PASSWORD would go over the network for everybody to read: reach the store "
+            "over TLS, --store etcds://HOST:PORT"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _is_stale_token(error: Exception) -> bool:
+    """Whether etcd only wants a new token: it has forgotten this one, or its users have changed."""
+    reason = _reason(error)
+    return "invalid auth token" in reason or "revision of auth store is old" in reason
 
 
 def _is_away(error: Exception) -> bool:

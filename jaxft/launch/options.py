@@ -26,6 +26,11 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         host: this host's name, another one on each host.
         command: the training command and its arguments, run once a rank.
         store: URL of the store, see `jaxft.launch.stores.open_store`.
+        store_ca, store_cert, store_key: files for TLS to a store in etcd, see `StoreAccess`.
+        address: the IP address at which hosts on other machines reach this one; "" while all are on
+            one machine.
+        job_key_file: has the job's key, see `jaxft.launch.job_keys`.
+        trust_network: what goes from host to host is not encrypted, only proved to be of the job.
         hosts_min, hosts_max: how many hosts the world may have.
         code: "K+M"; "" is 3+1, with as much parity as the world has hosts for.
         ranks_per_host: how many processes on each host.
@@ -40,6 +45,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         term_grace_s: how long ending may take when the run is told to end: on SIGTERM most of it is
             for a last snapshot, taken out of turn, the rest is for the ranks. A SIGINT after
             that ends it at once.
+        persist_grace_s: how much more it may take, where all hosts are told to end, until the
+            newest snapshot is on storage.
         orphan_s: how long a host's memory lives on without an agent.
         silence_s: how long an SMP may be silent before snapshots are held or, while recovering,
             a new generation is formed; after twice as long its agent starts it again.
@@ -58,6 +65,12 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     command: tuple[str, ...]
     store: str
+    store_ca: str = ""
+    store_cert: str = ""
+    store_key: str = ""
+    address: str = ""
+    job_key_file: str = ""
+    trust_network: bool = False
     hosts_min: int = 1
     hosts_max: int = 1
     code: str = ""
@@ -71,6 +84,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     form_timeout_s: float = 300.0
     exit_grace_s: float = 30.0
     term_grace_s: float = 5.0
+    persist_grace_s: float = 20.0
     orphan_s: float = 600.0
     silence_s: float = 5.0
     restarts_max: int = 3
@@ -93,7 +107,10 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("lease_s", "store_grace_s", "form_timeout_s", "silence_s", "exit_grace_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{_option(name)} {getattr(self, name):g}: expected more than 0")
-        for name in ("settle_s", "rejoin_s", "agent_grace_s", "term_grace_s", "orphan_s"):
+        for name in (
+            *("settle_s", "rejoin_s", "agent_grace_s"),
+            *("term_grace_s", "persist_grace_s", "orphan_s"),
+        ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{_option(name)} {getattr(self, name):g}: expected 0 or more")
         if self.restarts_max < 1:
@@ -104,7 +121,12 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.lease_s:g}: a host would stop before the others could count it lost"
             )
         self._check_code()
+        _ = self.store_access()
         _ = self.bandwidth_bytes_per_s
+
+    def store_access(self) -> config.StoreAccess:
+        """How the store is reached, the environment's part included. Raises ConfigError."""
+        return config.StoreAccess.of(self.store_ca, self.store_cert, self.store_key)
 
     @property
     def bandwidth_bytes_per_s(self) -> float:

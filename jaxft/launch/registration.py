@@ -50,6 +50,7 @@ class Registration:
         self._written: HostRecord | None = None
         self._taken_by = ""
         self._renewed_s = boot_s()
+        self._error: StoreError | None = None
         self._due_s = math.inf
         self._released = False
         self._lock = threading.Lock()
@@ -81,11 +82,17 @@ class Registration:
             pause_s = self._lease_s / RENEWALS_A_LEASE
             began_s = time.monotonic()
             try:
-                kept = self._write()
-            except StoreError:
-                kept = False
+                kept, self._error = self._write(), None
+            except StoreError as error:
+                kept, self._error = False, error
             self._due_s = began_s + (pause_s if kept else pause_s / RETRIES_A_PAUSE)
             return kept
+
+    @property
+    def error(self) -> StoreError | None:
+        """Why the store takes no renewal, once it has not for as long as the lease lasts."""
+        is_away = boot_s() - self._renewed_s > self._lease_s
+        return self._error if is_away else None
 
     @property
     def taken_by(self) -> str:
@@ -182,8 +189,9 @@ class StoreWatcher:
 
     @property
     def error(self) -> StoreError | None:
-        """Why the store cannot be read at present."""
-        return self._error
+        """Why the store cannot be read at present, or takes no renewal. Nothing else tells of a
+        network that swallows all: there whoever waits for changes only hears of none."""
+        return self._error or self._registration.error
 
     def view(self) -> View | None:
         """What is in the store; None while that cannot be known."""

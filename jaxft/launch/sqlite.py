@@ -194,6 +194,10 @@ class SqliteStore:
             )
         return SqliteLease(self, key, owner, place)
 
+    @property
+    def is_private(self) -> bool:
+        return True  # on this machine
+
     def close(self) -> None:
         with self._lock:
             self._connection.close()

@@ -102,6 +102,11 @@ class Store(Protocol):
         """
         ...
 
+    @property
+    def is_private(self) -> bool:
+        """Whether nobody on a network can see what is written: on this machine, or encrypted."""
+        ...
+
     def close(self) -> None:
         """Lets go of files and connections. Leases are not released: they lapse."""
         ...

@@ -5,22 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from jaxft.config import StoreAccess
 from jaxft.errors import ConfigError
 from jaxft.launch.sqlite import SqliteStore
 from jaxft.launch.store import Store
 
 ETCD_PORT = 2379
+ETCD = ("etcd", "etcds")
 
 
-def open_store(url: str, *, job: str) -> Store:
+def open_store(url: str, *, job: str, access: StoreAccess | None = None) -> Store:
     """Opens the store of a job.
 
     Args:
         url: `sqlite:///absolute/path/file.db` or a plain path, on a local file system: for the
-            hosts of one machine. Or `etcd://host:port,host:port`, the port 2379 where left out:
-            etcd 3.4 or newer, for many machines; reached without TLS, so keep it on a network that
-            only the job's machines share.
+            hosts of one machine. Or `etcds://host:port,host:port`, the port 2379 where left out:
+            etcd 3.4 or newer, for many machines, reached over TLS. `etcd://` is without TLS, unless
+            `access` names files for it: for a network that only the job's machines share.
         job: the job's name. Jobs with other names in the same store do not meet.
+        access: to etcd; None: as the environment says.
 
     Raises:
         ConfigError: not such a URL, or etcd's client is not installed.
@@ -31,19 +34,33 @@ def open_store(url: str, *, job: str) -> Store:
     scheme, separator, rest = url.partition("://")
     if not separator or scheme == "sqlite":
         return SqliteStore(_sqlite_path(url, rest if separator else url), job=job)
-    if scheme == "etcd":
-        endpoints = [_endpoint(url, part) for part in rest.rstrip("/").split(",")]
+    if scheme in ETCD:
+        endpoints = etcd_endpoints(url)
+        access = StoreAccess.of() if access is None else access
         try:
             from jaxft.launch.etcd import EtcdStore
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"store {url}: the package {error.name} is not installed: pip install 'jaxft[etcd]'"
             ) from error
-        return EtcdStore(endpoints, job=job)
+        is_encrypted = scheme == "etcds" or bool(access.ca or access.cert)
+        return EtcdStore(endpoints, job=job, access=access, is_encrypted=is_encrypted)
     raise ConfigError(
         f"store {url}: unknown kind {scheme}, expected sqlite:///absolute/path/file.db, "
-        "a plain path, or etcd://host:port,host:port"
+        "a plain path, or etcd://host:port,host:port (etcds:// with TLS)"
     )
+
+
+def etcd_endpoints(url: str) -> list[tuple[str, int]]:
+    """Hosts and ports of a store in etcd; none of another kind.
+
+    Raises:
+        ConfigError: not such a URL.
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme not in ETCD:
+        return []
+    return [_endpoint(url, part) for part in rest.rstrip("/").split(",")]
 
 
 def _sqlite_path(url: str, path: str) -> Path:

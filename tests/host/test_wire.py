@@ -25,6 +25,7 @@ from jaxft.errors import (
     WireError,
 )
 from jaxft.host.memory import Arena
+from jaxft.host.trust import Trust
 from jaxft.host.wire import (
     CANCEL_POLL_S,
     MESSAGE_BYTES_MAX,
@@ -39,7 +40,7 @@ from jaxft.host.wire import (
 )
 from jaxft.host.wire_inprocess import InProcessNetwork
 from jaxft.host.wire_zmq import ZmqNetwork
-from tests.host.children import child, pattern
+from tests.host.children import KEY, child, pattern
 
 DEADLINE_S = 10.0
 MIB = 1 << 20
@@ -56,7 +57,7 @@ class Transport:
     made: list[Endpoint | BulkServer] = field(default_factory=list)
 
     def hint(self) -> str:
-        if self.name == "tcp":
+        if self.name in ("tcp", "encrypted"):
             return "tcp://127.0.0.1:*"
         if self.name == "ipc":
             return f"ipc://{self.directory}/{next(self.names)}"
@@ -97,9 +98,15 @@ class Transport:
         self.network.close()
 
 
-@pytest.fixture(params=["ipc", "tcp", "inprocess"])
+def network_of(name: str) -> Network:
+    if name == "inprocess":
+        return InProcessNetwork()
+    return ZmqNetwork(Trust(KEY) if name == "encrypted" else None)
+
+
+@pytest.fixture(params=["ipc", "tcp", "encrypted", "inprocess"])
 def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
-    network = InProcessNetwork() if request.param == "inprocess" else ZmqNetwork()
+    network = network_of(request.param)
     # pytest's own directory may be too deep for a Unix socket, and open to others.
     directory = Path(f"/tmp/jaxft-test-{os.getpid()}")
     made = Transport(request.param, network, directory)
@@ -699,10 +706,10 @@ def test_what_is_received_into_is_used_again_and_never_under_a_view() -> None:
 # Peers that are other processes
 
 
-@pytest.fixture(params=["ipc", "tcp"])
+@pytest.fixture(params=["ipc", "tcp", "encrypted"])
 def remote(request: pytest.FixtureRequest) -> Iterator[Transport]:
     directory = Path(f"/tmp/jaxft-test-{os.getpid()}")
-    made = Transport(request.param, ZmqNetwork(), directory)
+    made = Transport(request.param, network_of(request.param), directory)
     yield made
     made.close()
     if directory.exists():
@@ -718,19 +725,19 @@ def test_a_killed_peer_is_reached_again_when_restarted(remote: Transport) -> Non
         me.send(address, me.address.encode() + b" " + payload)
         return payload in me.receive(0.1)
 
-    with child("echo", remote.hint()) as first:
+    with child("echo", remote.hint(), remote.name) as first:
         address = first.line()
         eventually(lambda: answered(address, b"one"), "an answer")
         first.kill()
         assert not answered(address, b"two")
-    with child("echo", address) as second:
+    with child("echo", address, remote.name) as second:
         assert second.line() == address
         eventually(lambda: answered(address, b"three"), "an answer after the restart")
 
 
 def test_a_stopped_peer_does_not_block_a_sender(remote: Transport) -> None:
     me = remote.endpoint()
-    with child("echo", remote.hint()) as peer:
+    with child("echo", remote.hint(), remote.name) as peer:
         address = peer.line()
         me.send(address, me.address.encode() + b" hello")
         assert me.receive(DEADLINE_S) == [b"hello"]
@@ -744,7 +751,7 @@ def test_a_stopped_peer_does_not_block_a_sender(remote: Transport) -> None:
 
 def test_a_server_killed_and_restarted_during_a_read(remote: Transport) -> None:
     size = 16 * MIB
-    with child("serve_bulk", remote.hint(), size) as first:
+    with child("serve_bulk", remote.hint(), size, remote.name) as first:
         address = first.line()
         requests = [ReadRequest(address, b"x", n * MIB // 4, MIB // 4, n) for n in range(64)]
         reading = remote.network.reader().read_many(
@@ -752,7 +759,7 @@ def test_a_server_killed_and_restarted_during_a_read(remote: Transport) -> None:
         )
         got = dict(itertools.islice(reading, 10))
         first.kill()
-        with child("serve_bulk", address, size) as second:
+        with child("serve_bulk", address, size, remote.name) as second:
             got.update(reading)
             second.end()
     assert sorted(got) == list(range(64))
@@ -764,8 +771,8 @@ def test_a_server_killed_while_another_is_read_is_asked_again(remote: Transport)
     """It had something to say, and was found gone when it was asked for more."""
     size, count = 4 * MIB, 400
     with (
-        child("serve_bulk", remote.hint(), size) as stays,
-        child("serve_bulk", remote.hint(), size) as goes,
+        child("serve_bulk", remote.hint(), size, remote.name) as stays,
+        child("serve_bulk", remote.hint(), size, remote.name) as goes,
     ):
         addresses = [stays.line(), goes.line()]
         requests = [
@@ -777,7 +784,7 @@ def test_a_server_killed_while_another_is_read_is_asked_again(remote: Transport)
         )
         got = {tag: len(data) for tag, data in itertools.islice(reading, 41)}
         goes.kill()
-        with child("serve_bulk", addresses[1], size) as again:
+        with child("serve_bulk", addresses[1], size, remote.name) as again:
             got.update((tag, len(data)) for tag, data in reading)
             again.end()
         stays.end()
@@ -785,7 +792,7 @@ def test_a_server_killed_while_another_is_read_is_asked_again(remote: Transport)
 
 
 def test_a_server_killed_during_a_read_is_named_in_time(remote: Transport) -> None:
-    with child("serve_bulk", remote.hint(), 4 * MIB) as server:
+    with child("serve_bulk", remote.hint(), 4 * MIB, remote.name) as server:
         address = server.line()
         endless = (ReadRequest(address, b"x", 0, MIB, n) for n in itertools.count())
         reading = remote.network.reader().read_many(
@@ -801,7 +808,7 @@ def test_a_server_killed_during_a_read_is_named_in_time(remote: Transport) -> No
 
 
 def test_a_server_that_hangs_is_named_and_the_others_go_on(remote: Transport) -> None:
-    with child("serve_bulk", remote.hint(), MIB) as stuck:
+    with child("serve_bulk", remote.hint(), MIB, remote.name) as stuck:
         here = remote.serve(provide)
         requests = [ReadRequest(stuck.line(), b"stuck", 0, 1, "stuck")]
         requests += [ReadRequest(here.address, b"x", n, 1000, n) for n in range(100)]

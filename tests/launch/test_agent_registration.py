@@ -175,7 +175,9 @@ class Lost:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.read = store.read
         self.tries = 0
+        self.all = False
         self.taken_s: list[float] = []
 
     def lease(self, key: str, value: bytes, ttl_s: float) -> Lost:
@@ -184,10 +186,13 @@ class Lost:
 
     def renew(self) -> bool:
         self.tries += 1
-        if self.tries % 3:
+        if self.all or self.tries % 3:
             raise StoreError("lost")
         self.taken_s.append(time.monotonic())
         return self.real.renew()
+
+    def release(self) -> None:
+        self.real.release()
 
 
 def test_a_renewal_that_was_lost_is_tried_again_before_the_next_is_due(store: Store) -> None:
@@ -202,6 +207,23 @@ def test_a_renewal_that_was_lost_is_tried_again_before_the_next_is_due(store: St
     assert registration.renew()
     assert registration.due_s - began_s <= 0.4 + time.monotonic() - began_s
     assert registration.silent_s() < 1.2
+
+
+def test_a_store_that_takes_no_renewal_for_a_lease_is_away(store: Store) -> None:
+    """Its reads need not fail: on a network that swallows all, whoever waits for changes only hears
+    of none."""
+    lost = Lost(store)
+    registration = Registration(lost, 0.3)  # type: ignore[arg-type]
+    watcher = StoreWatcher(store, registration, look=lambda: False, look_s=60.0, wake=lambda: None)
+    registration.put(RECORD)
+    assert watcher.error is None
+    lost.all = True
+    until(lambda: watcher.error is not None)
+    assert str(watcher.error) == "lost"
+    assert watcher.view() is not None
+    lost.all = False
+    until(lambda: watcher.error is None)
+    watcher.close()
 
 
 def test_what_an_ended_run_left_is_cleared_and_numbers_go_on(store: Store) -> None:

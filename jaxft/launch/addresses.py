@@ -1,0 +1,163 @@
+"""Where the hosts of a job reach each other: on one machine, or at an address that each one has.
+
+Rules
+- The hosts of a job that meet in a store on loopback, or in a file, are all on this machine: they
+  talk over Unix sockets and need no address.
+- Else a host has one IP address, and whatever it listens at for others is there, never on all
+  addresses at once: the one that was named, that of an interface that was named, or the one that
+  this machine reaches the store from.
+- It is one of this machine's own, looked at when the run begins, and not a loopback address, which
+  other machines would take for themselves.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxft.errors import ConfigError, LaunchError
+from jaxft.group.records import View
+
+_SIOCGIFADDR = 0x8915  # netdevice(7)
+_REMEDY = "name the address at which other hosts reach this one: --address, or --interface"
+
+
+def own_address(
+    endpoints: Sequence[tuple[str, int]], *, address: str = "", interface: str = ""
+) -> str:
+    """The IP address at which other hosts reach this one; "" if all hosts are on this machine.
+
+    Args:
+        endpoints: hosts and ports of the store.
+        address: an IP address or a name of this machine.
+        interface: of the network that the hosts share; not both.
+
+    Raises:
+        ConfigError: that is not an address of this machine that others could reach.
+        LaunchError: this machine does not reach the store.
+    """
+    if address and interface:
+        raise ConfigError("--address and --interface both say where this host is: use one of them")
+    if not (address or interface):
+        found = _toward(endpoints)
+        return "" if ipaddress.ip_address(found).is_loopback else found
+    named = f"--address {address}" if address else f"--interface {interface}"
+    found = _resolve(address, named) if address else _of_interface(interface)
+    if ipaddress.ip_address(found).is_loopback and not _on_loopback(endpoints):
+        raise ConfigError(
+            f"{named}: {found} is a loopback address, where nobody else reaches this host, and the "
+            f"store is on another machine: {_REMEDY}"
+        )
+    _check_own(found, named)
+    return found
+
+
+def misfit(own: str, view: View) -> str:
+    """Why this host cannot take part with the others, as it would be out of their reach; "" if it
+    can. A member of the newest world can, whoever else comes.
+
+    Args:
+        own: name of this host.
+        view: what is in the store.
+    """
+    mine, generation = view.hosts.get(own), view.generation
+    if mine is None or (generation is not None and generation.index_of(own) is not None):
+        return ""
+    members = None if generation is None else {member.host for member in generation.hosts}
+    for record in view.hosts.values():
+        if members is not None and record.host not in members:
+            continue
+        if record.address.partition(":")[0] != mine.address.partition(":")[0]:
+            local, other = (mine, record) if mine.address.startswith("ipc") else (record, mine)
+            return (
+                f"host {local.host} can only be reached on its own machine (it finds the store at "
+                f"a loopback address), and host {other.host} is at {other.address}: on host "
+                f"{local.host}, {_REMEDY}"
+            )
+        if record.trust != mine.trust:
+            return (
+                f"host {record.host} has job key {record.trust}, and this host, {own}, has "
+                f"{mine.trust}: all hosts need the same key (--job-key-file, JAXFT_JOB_KEY, or "
+                "none of these, for the one in the store), and --trust-network on all or on none"
+            )
+    return ""
+
+
+def _toward(endpoints: Sequence[tuple[str, int]]) -> str:
+    """The address that packets to the store leave from."""
+    failures = []
+    for host, port in endpoints:
+        try:
+            for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+                with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                    probe.connect(place)  # which sends nothing
+                    return str(probe.getsockname()[0])
+        except OSError as error:
+            failures.append(f"{host}: {error.strerror or error}")
+    raise LaunchError(f"no way to the store from here ({'; '.join(failures)}): is its name right?")
+
+
+def _on_loopback(endpoints: Sequence[tuple[str, int]]) -> bool:
+    return ipaddress.ip_address(_toward(endpoints)).is_loopback
+
+
+def _resolve(address: str, named: str) -> str:
+    """The first IP address of this name that is not loopback, if it has one."""
+    try:
+        found = [place[0] for *_, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)]
+    except OSError as error:
+        raise ConfigError(f"{named}: {error.strerror or error}") from error
+    addresses = [str(one) for one in found]
+    outward = [one for one in addresses if not _ip(one).is_loopback]
+    return (outward or addresses)[0]
+
+
+def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    return ipaddress.ip_address(text)
+
+
+def _check_own(found: str, named: str) -> None:
+    ip = _ip(found)
+    if ip.is_unspecified or ip.is_multicast or ip.is_link_local:
+        raise ConfigError(f"{named}: {found} does not lead to one host: {_REMEDY}")
+    family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((found, 0))
+    except OSError as error:
+        raise ConfigError(
+            f"{named}: {found} is not an address of this machine ({error.strerror or error}); it "
+            "has to be one of its own, since this host listens there and nowhere else"
+        ) from error
+
+
+def _of_interface(name: str) -> str:
+    """The interface's IPv4 address, or else an IPv6 address of it that is not link-local."""
+    names = [known for _, known in socket.if_nameindex()]
+    if name not in names:
+        raise ConfigError(f"--interface {name}: there is none; there are {', '.join(names)}")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            asked = struct.pack("256s", name.encode())
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)
+            return socket.inet_ntoa(answer[20:24])
+        except OSError:
+            found = _ipv6_of(name)
+    if not found:
+        raise ConfigError(f"--interface {name}: it has no address; use --address, or another one")
+    return found
+
+
+def _ipv6_of(interface: str) -> str:
+    """From /proc/net/if_inet6, see proc(5)."""
+    path = Path("/proc/net/if_inet6")
+    for line in path.read_text().splitlines() if path.exists() else ():
+        digits, *_, name = line.split()
+        ip = ipaddress.IPv6Address(bytes.fromhex(digits))
+        if name == interface and not ip.is_link_local:
+            return str(ip)
+    return ""

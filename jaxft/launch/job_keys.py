@@ -1,0 +1,65 @@
+"""Where an agent has the job's key from: a file, its environment, or the store.
+
+In the store it is as secret as that is: whoever can read the job's keys there can join the job, and
+so can whoever sees it pass where the store is reached without TLS. It is made there by the first
+agent that looks for it, and stays for the job's later runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxft import config
+from jaxft.errors import StoreError
+from jaxft.group.records import JOB_KEY
+from jaxft.host.job_key import JobKey
+from jaxft.host.trust import Trust
+from jaxft.launch.options import RunOptions
+from jaxft.launch.store import Store
+
+_TRIES_MAX = 10
+
+
+def job_trust(options: RunOptions, store: Store, say: Callable[[str], None]) -> Trust | None:
+    """What this host and its peers know each other by; None while all are on one machine.
+
+    Args:
+        say: tells a person.
+
+    Raises:
+        ConfigError: the file or the variable is not fit to be used.
+        StoreError: the key is to be in the store, which does not answer.
+    """
+    if not options.address:
+        return None
+    key = _given(options)
+    if key is None:
+        key = _stored(store)
+        if not store.is_private:
+            say(
+                "the job's key is kept in the store, which is reached without TLS: whoever sees "
+                "that network can join the job. Use --store etcds://HOST:PORT, or give all hosts "
+                "the same --job-key-file"
+            )
+    return Trust(key, clear=options.trust_network)
+
+
+def _given(options: RunOptions) -> JobKey | None:
+    if options.job_key_file:
+        return JobKey.read(Path(options.job_key_file), "--job-key-file")
+    if text := config.job_key():
+        return JobKey.parse(text, "JAXFT_JOB_KEY")
+    if path := config.job_key_file():
+        return JobKey.read(path, "JAXFT_JOB_KEY_FILE")
+    return None
+
+
+def _stored(store: Store) -> JobKey:
+    """The key in the store, made there if there is none."""
+    for _ in range(_TRIES_MAX):
+        entry = store.read(JOB_KEY).get(JOB_KEY)
+        if entry is not None:
+            return JobKey.parse(entry.value.decode(errors="replace"), f"the store's {JOB_KEY}")
+        store.commit({JOB_KEY: None}, {JOB_KEY: JobKey.make().text.encode()})
+    raise StoreError("the job's key vanishes from the store again and again: who deletes it?")
