@@ -14,6 +14,8 @@ together again.
 A snapshot *out of turn* is due at the call whose number the root names (`group.turn`). Calls are
 counted from 1 in each generation. Once a rank has answered with its last call, the next one waits
 for the name; a rank that could not keep that and is past the named call has missed the snapshot.
+
+A *forced* call is due, whatever the interval says; all ranks say so of the same call.
 """
 
 from __future__ import annotations
@@ -107,6 +109,8 @@ class Schedule:
         self._begun_step = 0
         self._over_step: int | None = None
         self._over_call = 0
+        self._forced = False  # the present call
+        self._over_forced = False  # was a forced call let pass, since the last snapshot?
         self._turn = Turn(number=0, result="none yet")
         self._promised_call = 0
         self._broken = 0
@@ -145,13 +149,15 @@ class Schedule:
         self._over_step = step
         self._over_call = self.calls = self.calls + 1
 
-    def enter(self) -> None:
+    def enter(self, *, forced: bool = False) -> None:
         """`save` is called once more; what that call is, `decide` says."""
         self.calls += 1
+        self._forced = forced
 
     def is_due(self, step: int) -> bool:
         """Is the present call, with this step, due, by what is known here now?"""
-        return self.due_step is None or step >= self.due_step or self._named_by(self.calls)
+        by_step = self.due_step is None or step >= self.due_step
+        return by_step or self._forced or self._named_by(self.calls)
 
     def _named_by(self, call: int) -> bool:
         """Is a snapshot out of turn, which has not begun here, due by this call?"""
@@ -175,6 +181,7 @@ class Schedule:
     def let_pass(self, step: int) -> Missed | None:
         """This call, which is due, ends without a snapshot. If the outcome before is not known here
         yet, what that means is found out when it is."""
+        self._over_forced = self._over_forced or self._forced
         self._over(step)
         return self._find_missed()
 
@@ -185,6 +192,8 @@ class Schedule:
             return None
         self.outcomes[outcome.seq] = outcome
         self.outcomes.pop(outcome.seq - KNOWN_MAX, None)
+        if outcome.seq >= self.seq:  # what a forced call was to begin is over
+            self._over_forced = False
         self.seq = max(self.seq, outcome.seq + 1)
         self._taken = max(self._taken, outcome.turn)
         return self._find_missed()
@@ -230,7 +239,7 @@ class Schedule:
         if self._over_step is None or (self.seq > 0 and self.seq - 1 not in self.outcomes):
             return None
         due_step = self.due_step
-        by_step = due_step is None or self._over_step >= due_step
+        by_step = due_step is None or self._over_step >= due_step or self._over_forced
         if not by_step and not self._named_by(self._over_call):
             return None
         step, call = self._over_step, self._over_call
@@ -238,11 +247,13 @@ class Schedule:
 
     def _over(self, step: int) -> None:
         self._over_step, self._over_call = step, self.calls
+        self._forced = False
 
     def _begin(self, step: int, call: int) -> int:
         if self._named_by(call):
             self._taken = self._turn.number
         self._begun_step = self._over_step = step
         self._over_call = call
+        self._forced = self._over_forced = False
         self.seq += 1
         return self.seq - 1

@@ -162,6 +162,46 @@ def test_the_named_call_waits_for_the_last_outcome(running: Schedule) -> None:
     assert running.decide(5) == Begin(2)
 
 
+def forced(schedule: Schedule, step: int) -> Skip | Await | AwaitTurn | Begin:
+    """A call that is due by what all ranks say of it."""
+    schedule.enter(forced=True)
+    return schedule.decide(step)
+
+
+def test_a_forced_call_is_due_and_the_interval_counts_from_it() -> None:
+    schedule = Schedule(first_interval=4)
+    assert call(schedule, 0) == Begin(0)
+    assert forced(schedule, 1) == Await(0)
+    schedule.learn(outcome(0, 0))
+    assert schedule.decide(1) == Begin(1)
+    schedule.learn(outcome(1, 1))
+    assert call(schedule, 4) == Skip(5)
+    assert not schedule.is_due(4)
+    assert forced(schedule, 0) == Begin(2)  # after a rollback
+    schedule.learn(outcome(2, 0))
+    assert call(schedule, 3) == Skip(4)
+
+
+def test_a_forced_call_that_passed_has_missed_what_the_others_began_there() -> None:
+    schedule = Schedule(first_interval=4)
+    call(schedule, 0)
+    assert forced(schedule, 1) == Await(0)
+    assert schedule.let_pass(1) is None
+    assert call(schedule, 2) == Skip(4)
+    assert schedule.learn(outcome(0, 0)) == Missed(1, 2, call=3)
+    schedule.learn(outcome(1, 2, ok=False))
+    assert call(schedule, 3) == Skip(6)
+
+
+def test_a_forced_call_is_over_with_the_snapshot_that_others_made_of_it() -> None:
+    schedule = Schedule(first_interval=4)
+    call(schedule, 0)
+    forced(schedule, 1)
+    schedule.let_pass(1)
+    assert schedule.learn(outcome(1, 1, ok=False)) is None
+    assert schedule.learn(outcome(0, 0)) is None
+
+
 def test_the_time_of_a_step_is_a_running_mean() -> None:
     schedule = Schedule()
     schedule.called(0, 100.0)
