@@ -349,10 +349,12 @@ class _Twins:
     def __init__(self, snapshotter: Snapshotter, executables: Executables) -> None:
         env = snapshotter.env
         self.staging = snapshotter.staging
+        self._wants_parity = snapshotter.rings is not None
         self.is_off = False
         self.is_watching = True
         self._executables = executables
-        self._agreement = Agreement(f"{env.generation}-{env.nonce}")
+        # Ranks with another word on parity have other programs: they are not to agree.
+        self._agreement = Agreement(f"{env.generation}-{env.nonce}-{snapshotter.parity}")
         self._seen: dict[Hashable, Outputs] = {}
         self._twins: dict[Hashable, Twin] = {}
         self._tries = 0
@@ -439,6 +441,11 @@ class _Twins:
         if not self._agreement.all_say("built", identity.seq, twin is not None, BUILD_S):
             self.refuse(reason)
             return None
+        if self._wants_parity and twin is not None and twin.lanes is None:
+            why = "no large leaf is in equal rows on all devices of the world"
+            if plan.lanes is not None:
+                why = "some of the large leaves are no arguments of the step's program"
+            _log.warning('parity="device": the hosts compute all parity of this state: %s', why)
         how = "loaded" if is_kept else "compiled"
         _log.info("the twin of the step was %s in %.1f s", how, time.monotonic() - began_s)
         return twin

@@ -152,6 +152,8 @@ class _Writer:
 
     def write(self, offset: int, data: Bytes) -> None:
         self._span[self._done : offset] = 0
+        # Chunks that zeros have completed, or that are nothing else.
+        self._digests += map(_digest, self._chunks[len(self._digests) : offset // CHUNK])
         # Pieces end where chunks end. All are laid out before: between copies that go through the
         # cache, every step of the interpreter is a slow one.
         stop = offset + len(data)

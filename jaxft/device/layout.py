@@ -3,7 +3,7 @@
 Pieces lie by device, so that the bytes of one device are next to each other; what one device has
 for itself, and NumPy arrays, come last, wherever they are. Within a device, small leaves of one
 kind come first, in batches: `gather` takes a batch from its devices as one array, and it goes into
-the part as one piece.
+the part as one piece. What is on device lanes lies before all of it, as `lanes` says.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 from jax import Device
@@ -20,6 +20,9 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jaxft.device.boxes import Box
 from jaxft.device.leaves import SUB_BYTE_BITS
 from jaxft.group.manifest import ALIGN, Leaf, Range, align
+
+if TYPE_CHECKING:
+    from jaxft.device.lanes import Lanes
 
 # How many leaves a batch has. What needs a compiled program needs few different ones then, and the
 # same for a tree that has a few leaves more. Fewer leaves than the smallest are taken one by one.
@@ -149,9 +152,9 @@ class Layout:
     """Gives every piece its offset in the part: by device, then batch, then leaf, then place in
     the leaf."""
 
-    def __init__(self, kinds: Iterable[Kind]) -> None:
+    def __init__(self, kinds: Iterable[Kind], lanes: Lanes | None = None) -> None:
         self.singles: list[Owned] = []
-        self.end = 0
+        self.end = 0 if lanes is None else lanes.end
         batches: list[tuple[BatchKind, tuple[int, ...]]] = []
         runs: dict[int, list[Run]] = {}
         together: dict[tuple[bool, int], list[tuple[int, Piece, list[int]]]] = {}
@@ -172,7 +175,10 @@ class Layout:
                 runs.setdefault(number, []).append(run)
             # Sorting keeps the boxes of a leaf in order.
             for leaf, piece in sorted(alone.get(area, ()), key=itemgetter(0)):
-                self.singles.append(piece.of(leaf, self._room(piece.nbytes)))
+                offset = None if lanes is None else lanes.offset(leaf, piece.device)
+                if offset is None:
+                    offset = self._room(piece.nbytes)
+                self.singles.append(piece.of(leaf, offset))
         self.batches = [
             Batch(described, leaves, tuple(runs[number]))
             for number, (described, leaves) in enumerate(batches)

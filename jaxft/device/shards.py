@@ -33,6 +33,7 @@ from jax import Device
 
 from jaxft.device.boxes import Box, count, cut_rows, from_index, whole
 from jaxft.device.garbage import not_collected
+from jaxft.device.lanes import LanePlanner, Lanes, Rings
 from jaxft.device.layout import Batch, Kind, Layout, Owned, Piece, Shard
 from jaxft.device.leaves import (
     describe,
@@ -44,7 +45,7 @@ from jaxft.device.leaves import (
     stored_shape,
 )
 from jaxft.errors import ConfigError
-from jaxft.group.manifest import Leaf, Path, Range
+from jaxft.group.manifest import CHUNK, Leaf, Path, Range, align
 
 SMALL_BYTES = 64 * 1024
 
@@ -78,9 +79,11 @@ class Plan:
         singles: this process's ranges of leaves that are taken one by one.
         batches: small leaves that are taken together. The ranges of a tree of many leaves are made
             when they are asked for, so that `save` does not wait for them.
-        length: bytes of this process's part.
+        length: bytes of this process's part; whole chunks where it has lanes. If the devices have
+            made these lanes' parity, it lies behind that.
         world: what is equal on all processes, beside the leaves: how many there are, and where in
             the world the leaves are.
+        lanes: what of the part devices can code; None: nothing.
     """
 
     leaves: tuple[Leaf, ...]
@@ -90,6 +93,7 @@ class Plan:
     batches: tuple[Batch, ...]
     length: int
     world: tuple[Any, ...]
+    lanes: Lanes | None = None
 
     @functools.cached_property
     def digest(self) -> str:
@@ -112,35 +116,49 @@ class Plan:
     def ranges(self) -> tuple[Range, ...]:
         return tuple([owned.range for owned in self.owned])
 
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """(offset, length) of the part's lanes and of its rest, where it has lanes."""
+        return () if self.lanes is None else self.lanes.spans(self.length)
 
-def make_plan(tree: Any, processes: Processes | None = None) -> Plan:
+
+def make_plan(tree: Any, processes: Processes | None = None, rings: Rings | None = None) -> Plan:
     """Plans the saving of a tree of arrays or `ShapeDtypeStruct`s.
 
     Args:
         tree: the state, or what `jax.eval_shape` and shardings say of it.
         processes: the world; by default, as JAX sees it.
+        rings: which devices can code with each other, if any are to.
 
     Raises:
         ConfigError: a leaf, or a place it is in, that cannot be saved.
     """
-    return _make_plan(tree, list(map(_signature, jax.tree_util.tree_leaves(tree))), processes)
+    signatures = list(map(_signature, jax.tree_util.tree_leaves(tree)))
+    return _make_plan(tree, signatures, processes, rings)
 
 
-def _make_plan(tree: Any, signatures: Iterable[Hashable], processes: Processes | None) -> Plan:
+def _make_plan(
+    tree: Any,
+    signatures: Iterable[Hashable],
+    processes: Processes | None,
+    rings: Rings | None,
+) -> Plan:
     """Plans a tree whose leaves have these signatures."""
-    planner = _Planner(processes or Processes.here())
+    planner = _Planner(processes or Processes.here(), rings)
     with_path, treedef = flatten(tree)
     described = zip(with_path, signatures, strict=True)
     leaves = tuple([planner.add(path, leaf, signature) for (path, leaf), signature in described])
-    layout = Layout(planner.kinds.values())
+    lanes = planner.lanes
+    layout = Layout(planner.kinds.values(), lanes)
     return Plan(
         leaves=leaves,
         empty=empty_nodes(tree),
         treedef=treedef,
         singles=tuple(layout.singles),
         batches=tuple(layout.batches),
-        length=layout.end,
-        world=planner.world,
+        length=layout.end if lanes is None else align(layout.end, CHUNK),
+        world=planner.world if lanes is None else (*planner.world, lanes.looks),
+        lanes=lanes,
     )
 
 
@@ -150,9 +168,10 @@ class _Planner:
     Trees have many leaves of few kinds: all that does not depend on the path is found out once.
     """
 
-    def __init__(self, processes: Processes) -> None:
+    def __init__(self, processes: Processes, rings: Rings | None = None) -> None:
         self.kinds: dict[Hashable, Kind] = {}
         self._processes = processes
+        self._lanes = None if rings is None else LanePlanner(rings)
         self._placements: dict[tuple[Any, ...], int] = {}
         self._placed: list[Any] = []
         self._of_leaves: list[int] = []
@@ -161,6 +180,10 @@ class _Planner:
     @property
     def world(self) -> tuple[Any, ...]:
         return self._processes.count, self._of_leaves, self._placed
+
+    @property
+    def lanes(self) -> Lanes | None:
+        return None if self._lanes is None else self._lanes.lanes()
 
     def add(self, path: Path, value: Any, signature: Hashable) -> Leaf:
         """Takes the next leaf."""
@@ -175,6 +198,8 @@ class _Planner:
             if kind.turns:
                 turn = self._turns[kind.turns]
                 self._turns[kind.turns] += 1
+            if self._lanes is not None:
+                self._lanes.add(number, kind, turn)
             pieces = self._pieces(kind, turn)
             if pieces:
                 kind.members.append((number, pieces))
@@ -297,8 +322,15 @@ class PlanCache:
     A tree with another leaf, shape or sharding than before gets a plan of its own.
     """
 
-    def __init__(self, processes: Processes | None = None, size: int = 8) -> None:
+    def __init__(
+        self,
+        processes: Processes | None = None,
+        size: int = 8,
+        *,
+        rings: Rings | None = None,
+    ) -> None:
         self._processes = processes
+        self._rings = rings
         self._size = size
         self._plans: OrderedDict[Hashable, Plan] = OrderedDict()
         self._last: tuple[Any, list[Any], Plan] | None = None
@@ -328,7 +360,7 @@ class PlanCache:
         key = (treedef, signatures)
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = _make_plan(tree, signatures, self._processes)
+            plan = self._plans[key] = _make_plan(tree, signatures, self._processes, self._rings)
             if len(self._plans) > self._size:
                 self._plans.popitem(last=False)
         else:

@@ -19,9 +19,10 @@ UNREACHABLE = (RuntimeError, ValueError, MemoryError, AttributeError, TypeError)
 
 
 class Held:
-    """The source of one owned range: an array of it, or of its shard, of which `rows` are owned."""
+    """The source of one owned range: an array of it, or of its shard, of which `rows` are owned;
+    the first dimensions of the array, `lead` of them, are 1 and not the shard's."""
 
-    __slots__ = ("_bytes", "_data", "_leaf", "_rows", "nbytes", "offset")
+    __slots__ = ("_bytes", "_data", "_lead", "_leaf", "_rows", "nbytes", "offset")
 
     def __init__(
         self,
@@ -29,7 +30,9 @@ class Held:
         leaves: tuple[Leaf, ...],
         data: Any,
         rows: tuple[int, int] | None,
+        lead: int = 0,
     ) -> None:
+        self._lead = lead
         self.offset = owned.range.offset
         self.nbytes = owned.range.nbytes
         self._leaf = leaves[owned.range.leaf]
@@ -41,6 +44,7 @@ class Held:
         """The range's canonical bytes; a view where the array is contiguous."""
         if self._bytes is None:
             array = np.asarray(jax.device_get(self._data))
+            array = array.reshape(array.shape[self._lead :])
             if self._rows is not None:
                 array = array[slice(*self._rows)]
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
@@ -75,6 +79,29 @@ class GatheredRun:
 
     def failed(self, error: BaseException) -> StagingError:
         return staging_error(self._leaf, error)
+
+
+class Coded:
+    """The source of some of the parity that a device has made."""
+
+    __slots__ = ("_bytes", "_data", "nbytes", "offset")
+
+    def __init__(self, offset: int, nbytes: int, data: jax.Array) -> None:
+        self.offset = offset
+        self.nbytes = nbytes
+        self._data = data
+        self._bytes: Bytes | None = None
+
+    def bytes(self) -> Bytes:
+        if self._bytes is None:
+            self._bytes = np.asarray(jax.device_get(self._data)).reshape(-1).view(np.uint8)
+        return self._bytes
+
+    def failed(self, error: BaseException) -> StagingError:
+        (device,) = self._data.devices()
+        return StagingError(
+            f"parity made by {device} could not be copied: {type(error).__name__}: {error}"
+        )
 
 
 def _mask(dtype: str) -> np.uint8:

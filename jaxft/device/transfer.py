@@ -354,11 +354,21 @@ class StagedLeaves:
 
     Attributes:
         leaves: every leaf of the tree, with the values of literals.
+        length: bytes of the part.
+        parity_bytes: how many of these, behind what the plan says, are parity of the part's lanes
+            that the devices have made; 0: they have made none.
     """
 
-    def __init__(self, plan: Plan, leaves: tuple[Leaf, ...], taken: list[Taken]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        leaves: tuple[Leaf, ...],
+        taken: list[Taken],
+        parity_bytes: int = 0,
+    ) -> None:
         self.leaves = leaves
-        self._plan = plan
+        self.parity_bytes = parity_bytes
+        self.length = plan.length + parity_bytes
         self._taken: list[Taken] | None = taken
 
     def copy_into(
@@ -370,7 +380,7 @@ class StagedLeaves:
         """Writes the part. Can be called once: each source is let go as soon as it is copied.
 
         Args:
-            dest: uint8, contiguous, at least `plan.length` long; bytes between ranges become zero.
+            dest: uint8, contiguous, at least `length` long; bytes between ranges become zero.
             on_progress: called after each range, or batch of them, with the number of bytes of the
                 part done so far.
 
@@ -381,13 +391,13 @@ class StagedLeaves:
             StagingError: a leaf could not be copied; names it. The other sources are let go too.
         """
         assert dest.dtype == np.uint8, "a part is bytes"
-        assert len(dest) >= self._plan.length, "the part does not fit"
+        assert len(dest) >= self.length, "the part does not fit"
         taken, self._taken = self._taken, None
         assert taken is not None, "copied twice"
         sources = [source for one in taken for source in one()]
         del taken
         sources.sort(key=attrgetter("offset"))
-        copy = PartCopy(dest[: self._plan.length], sources, on_progress)
+        copy = PartCopy(dest[: self.length], sources, on_progress)
         del sources
         return copy.run()
 

@@ -22,6 +22,8 @@ The rules:
 - It donates what the step donates and can use.
 - Leaves that the program does not get (NumPy arrays, numbers, arrays on other devices or in another
   order of them) are staged beside it.
+- Where the plan has lanes, and the program gets all leaves on them, it also gives their parity (see
+  `parity.exchange`), of the very bytes that it gives.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,11 +43,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from jaxft.device.bits import bits_of
 from jaxft.device.boxes import count
 from jaxft.device.calls import Call, Traced
+from jaxft.device.lanes import Lanes
 from jaxft.device.layout import Owned
 from jaxft.device.leaves import element, with_literals
+from jaxft.device.parity import exchange
 from jaxft.device.pieces import places_of, way_to_pieces
 from jaxft.device.shards import SMALL_BYTES, Plan, device_boxes
-from jaxft.device.sources import Held
+from jaxft.device.sources import Coded, Held
 from jaxft.device.transfer import StagedLeaves, Staging, hold_some
 from jaxft.group.manifest import Leaf
 
@@ -73,7 +77,7 @@ class _Cut(NamedTuple):
     """What the program gives of a leaf: each device's shard, or `rows` rows of it.
 
     `place` is the leaf's among the call's leaves, `leaf` its number in the plan; `column` is where
-    in `starts` the first row is.
+    in its table the first row is. It is given with `lead` dimensions of 1 before its own.
     """
 
     place: int
@@ -81,6 +85,7 @@ class _Cut(NamedTuple):
     sharding: NamedSharding | SingleDeviceSharding
     rows: int = 0
     column: int = 0
+    lead: int = 0
 
 
 class NotTaken(Exception):
@@ -104,6 +109,7 @@ class LoweredTwin:
         devices: the program's.
         text: the program, as StableHLO.
         in_tree, out_tree: of the compiled program.
+        lanes: those whose parity it gives; None: it gives none.
 
     Raises:
         ValueError: no leaf of the state goes through the step.
@@ -116,10 +122,14 @@ class LoweredTwin:
         cuts = _cuts(call, plan, values, self.devices)
         if not cuts:
             raise ValueError("no array of the state is an argument of the step's program")
+        taken = _looks_of(call, traced.donated)
+        cuts = tuple([_apart(cut, call.leaves[cut.place], taken) for cut in cuts])
         self._cuts = cuts
         self._plan = plan
         self._outputs = outputs
-        self._starts = _starts(cuts, plan, any(map(_is_abstract, call.leaves)))
+        self.lanes = _lanes(plan, cuts)
+        self._coded_lead = _coded_lead(self.lanes, taken)
+        self._told = _told(cuts, plan, self.lanes, any(map(_is_abstract, call.leaves)))
         self._out_tree = traced.out_tree
         self._lowered = self._lower(call, traced)
         _commit(self._lowered, outputs.committed)
@@ -131,16 +141,43 @@ class LoweredTwin:
         count = len(call.leaves)
 
         def twin(*arguments: Any) -> tuple[list[Any], list[Any]]:
-            leaves, starts = arguments[:count], arguments[count:]
-            return traced.compute(*leaves), _hold(self._cuts, leaves, starts)
+            leaves, told = arguments[:count], arguments[count:]
+            return traced.compute(*leaves), self._hold(leaves, told)
 
         program = jax.jit(
             twin,
             donate_argnums=_kept(call, traced, self._outputs),
-            in_shardings=traced.in_shardings + (None,) * len(self._starts),
-            out_shardings=(list(traced.out_shardings), [_pinned(cut) for cut in self._cuts]),
+            in_shardings=traced.in_shardings + (None,) * len(self._told),
+            out_shardings=(list(traced.out_shardings), self._pinned()),
         )
-        return program.lower(*call.leaves, *self._starts)
+        return program.lower(*call.leaves, *self._told)
+
+    def _pinned(self) -> list[NamedSharding | None]:
+        """Where the program puts all that it gives of the state."""
+        found = [_pinned(cut) for cut in self._cuts]
+        if self.lanes is not None:
+            place = _spread(self.lanes.mesh, "pinned_host", self._coded_lead)
+            found += [place] * len(list(exchange.pieces(self.lanes.geometry)))
+        return found
+
+    def _hold(self, leaves: Sequence[Any], told: Sequence[Any]) -> list[Any]:
+        """What is taken of the leaves, and the parity of lanes. Within `jit`."""
+        values = {}
+        for cut in self._cuts:
+            value = leaves[cut.place]
+            if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+                value = jax.random.key_data(value)
+            values[cut.leaf] = jax.lax.optimization_barrier(value)  # type: ignore[no-untyped-call]
+        held = _hold(self._cuts, values, told)
+        if self.lanes is not None:
+            cuts = {cut.leaf: cut for cut in self._cuts}
+            on_lanes = [cuts[place.leaf] for place in self.lanes.places]
+            specs: list[Any] = [getattr(cut.sharding, "spec", None) for cut in on_lanes]
+            coded = exchange.code(
+                self.lanes, specs, [values[cut.leaf] for cut in on_lanes], told[-1]
+            )
+            held += [_deeper(one, self._coded_lead) for one in coded]
+        return held
 
     def compile(self) -> jax.stages.Compiled:
         compiled: jax.stages.Compiled = self._lowered.compile()
@@ -156,24 +193,32 @@ class LoweredTwin:
         for mine, (own, ndim) in zip(given, self._outputs.placed, strict=True):
             if not mine.is_equivalent_to(own, ndim):
                 raise ValueError(f"an output of the step is on {own}, and would be on {mine}")
-        return Twin(compiled, self._plan, self._cuts, self._starts, self._out_tree)
+        return Twin(compiled, self._plan, self._cuts, self.lanes, self._told, self._out_tree)
 
 
 class Twin:
-    """A compiled twin; `compiled` is its program."""
+    """A compiled twin.
+
+    Attributes:
+        compiled: its program.
+        lanes: those whose parity it gives, if it gives any.
+    """
 
     def __init__(
         self,
         compiled: jax.stages.Compiled,
         plan: Plan,
         cuts: tuple[_Cut, ...],
-        starts: list[Any],
+        lanes: Lanes | None,
+        told: list[Any],
         out_tree: Any,
     ) -> None:
         self.compiled = compiled
+        self.lanes = lanes
         self._plan = plan
-        self._starts = starts
+        self._told = told
         self._out_tree = out_tree
+        self._count = len(cuts)
         self._beside = frozenset(range(len(plan.leaves))) - {cut.leaf for cut in cuts}
         self._wanted = _wanted(plan, cuts)
 
@@ -197,13 +242,17 @@ class Twin:
         leaves = with_literals(plan.leaves, values, plan.literals)
         taken = hold_some(plan, leaves, values, staging, self._beside)
         try:
-            given, held = self.compiled(*call.leaves, *self._starts)
+            given, held = self.compiled(*call.leaves, *self._told)
         except (TypeError, ValueError) as error:
             raise NotTaken(f"{type(error).__name__}: {error}") from error
+        parity_bytes = 0
+        if self.lanes is not None:
+            parity_bytes = self.lanes.parity_bytes
+            held, coded = held[: self._count], held[self._count :]
+            taken.append(functools.partial(_coded, self.lanes, plan.length, coded))
         taken.append(functools.partial(_sources, self._wanted, leaves, held))
-        return StagedLeaves(plan, leaves, taken), jax.tree_util.tree_unflatten(
-            self._out_tree, given
-        )
+        staged = StagedLeaves(plan, leaves, taken, parity_bytes)
+        return staged, jax.tree_util.tree_unflatten(self._out_tree, given)
 
 
 def _kept(call: Call, traced: Traced, outputs: Outputs) -> tuple[int, ...]:
@@ -291,26 +340,42 @@ def _is_abstract(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _starts(cuts: tuple[_Cut, ...], plan: Plan, is_abstract: bool) -> list[Any]:
-    """For each mesh, in the order in which leaves have it, the first row of each leaf that is cut,
-    by device: int32 of shape (devices, leaves), a row on each device."""
+def _lanes(plan: Plan, cuts: tuple[_Cut, ...]) -> Lanes | None:
+    """The plan's lanes, if the program gets all that is on them."""
+    lanes = plan.lanes
+    if lanes is None or not {place.leaf for place in lanes.places} <= {cut.leaf for cut in cuts}:
+        return None
+    return lanes
+
+
+def _told(cuts: tuple[_Cut, ...], plan: Plan, lanes: Lanes | None, is_abstract: bool) -> list[Any]:
+    """What each device is told: int32 of shape (devices, numbers), a row on each device. For each
+    mesh, in the order in which leaves have it, the first row of each leaf that is cut; and last, if
+    it gives the parity of lanes, what it needs for that."""
     owned = _by_leaf(plan)
-    found: list[Any] = []
+    found = []
     for mesh, members in _by_mesh(cuts).items():
-        shape = (mesh.devices.size, len(members))
-        if is_abstract:
-            struct: Any = jax.ShapeDtypeStruct
-            found.append(struct(shape, np.int32, sharding=_spread(mesh)))
-            continue
-        table: dict[Device, list[int]] = {}
-        for device in mesh.local_devices:
-            firsts = [_first_row(cut, owned.get(cut.leaf, []), device, plan) for cut in members]
-            table[device] = firsts
-        pieces = [
-            jax.device_put(np.array([firsts], np.int32), device) for device, firsts in table.items()
-        ]
-        found.append(jax.make_array_from_single_device_arrays(shape, _spread(mesh), pieces))
+
+        def firsts(device: Device, members: list[_Cut] = members) -> list[int]:
+            return [_first_row(cut, owned.get(cut.leaf, []), device, plan) for cut in members]
+
+        found.append(_table(mesh, len(members), None if is_abstract else firsts))
+    if lanes is not None:
+        found.append(_table(lanes.mesh, lanes.columns, None if is_abstract else lanes.row_of))
     return found
+
+
+def _table(mesh: Mesh, columns: int, row_of: Callable[[Device], list[int]] | None) -> Any:
+    """What stands for a table, where there is no device to have it; else the table."""
+    shape = (mesh.devices.size, columns)
+    if row_of is None:
+        struct: Any = jax.ShapeDtypeStruct
+        return struct(shape, np.int32, sharding=_spread(mesh))
+    pieces = [
+        jax.device_put(np.array([row_of(device)], np.int32), device)
+        for device in mesh.local_devices
+    ]
+    return jax.make_array_from_single_device_arrays(shape, _spread(mesh), pieces)
 
 
 def _first_row(cut: _Cut, owned: list[Owned], device: Device, plan: Plan) -> int:
@@ -338,9 +403,9 @@ def _by_mesh(cuts: tuple[_Cut, ...]) -> dict[Mesh, list[_Cut]]:
     return found
 
 
-def _spread(mesh: Mesh, memory_kind: str | None = None) -> NamedSharding:
-    """A piece of the first dimension for each device."""
-    spec = PartitionSpec(tuple(mesh.axis_names))  # type: ignore[no-untyped-call]
+def _spread(mesh: Mesh, memory_kind: str | None = None, lead: int = 0) -> NamedSharding:
+    """A piece of the first dimension, but `lead` others before it, for each device."""
+    spec = PartitionSpec(*[None] * lead, tuple(mesh.axis_names))  # type: ignore[no-untyped-call]
     return NamedSharding(mesh, spec, memory_kind=memory_kind)
 
 
@@ -350,22 +415,69 @@ def _pinned(cut: _Cut) -> NamedSharding | None:
     if isinstance(sharding, SingleDeviceSharding):
         return None
     if cut.rows:
-        return _spread(sharding.mesh, "pinned_host")  # type: ignore[arg-type]
-    return NamedSharding(sharding.mesh, sharding.spec, memory_kind="pinned_host")
+        return _spread(sharding.mesh, "pinned_host", cut.lead)  # type: ignore[arg-type]
+    spec = PartitionSpec(*[None] * cut.lead, *sharding.spec)  # type: ignore[no-untyped-call]
+    return NamedSharding(sharding.mesh, spec, memory_kind="pinned_host")
 
 
-def _hold(cuts: tuple[_Cut, ...], leaves: Sequence[Any], starts: Sequence[Any]) -> list[Any]:
-    """What is taken of the leaves. Within `jit`."""
-    by_mesh = dict(zip(_by_mesh(cuts), starts, strict=True))
+# A global or a device's own shape, and a dtype.
+_Looks = set[tuple[tuple[int, ...], Any]]
+
+
+def _looks_of(call: Call, donated: Sequence[int]) -> _Looks:
+    """How donated leaves look that what is given of the state could look like. XLA takes the memory
+    of such a leaf for an output that looks the same, also for one that is to be in the host's."""
+    found: _Looks = set()
+    for place in donated:
+        leaf = call.leaves[place]
+        if isinstance(leaf, _ARRAY) and jnp.issubdtype(leaf.dtype, jnp.unsignedinteger):
+            found |= {(leaf.shape, leaf.dtype)}
+            found |= {(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)}
+    return found
+
+
+def _apart(cut: _Cut, leaf: Any, taken: _Looks) -> _Cut:
+    """The cut, so that what is given looks like none of these."""
+    if not taken:
+        return cut
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    bits = jax.eval_shape(lambda all: bits_of(jax.random.key_data(all) if is_key else all), leaf)
+    shapes = [bits.shape, (*cut.sharding.shard_shape(leaf.shape), *bits.shape[leaf.ndim :])]
+    if cut.rows:
+        of_all = cut.rows * len(cut.sharding.device_set)
+        shapes = [(rows, *shapes[1][1:]) for rows in (of_all, cut.rows)]
+    return cut._replace(lead=_lead(shapes, bits.dtype, taken))
+
+
+def _coded_lead(lanes: Lanes | None, taken: _Looks) -> int:
+    """The same for the parity of lanes."""
+    if lanes is None:
+        return 0
+    words = {(piece.stop - piece.start) // 4 for piece in exchange.pieces(lanes.geometry)}
+    shapes = [(rows, count) for rows in (1, lanes.mesh.devices.size) for count in words]
+    return _lead(shapes, np.dtype(np.uint32), taken)
+
+
+def _lead(shapes: Sequence[tuple[int, ...]], dtype: Any, taken: _Looks) -> int:
+    lead = 0
+    while any(((1,) * lead + shape, dtype) in taken for shape in shapes):
+        lead += 1
+    return lead
+
+
+def _deeper(array: jax.Array, lead: int) -> jax.Array:
+    return array.reshape((1,) * lead + array.shape) if lead else array
+
+
+def _hold(cuts: tuple[_Cut, ...], values: dict[int, Any], told: Sequence[Any]) -> list[Any]:
+    """What is given of the leaves; `values` are these, by number, behind barriers."""
+    by_mesh = dict(zip(_by_mesh(cuts), told, strict=False))
     held = []
     for cut in cuts:
-        value = leaves[cut.place]
-        if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-            value = jax.random.key_data(value)
-        value = jax.lax.optimization_barrier(value)  # type: ignore[no-untyped-call]
-        sharding = cut.sharding
+        value, sharding = values[cut.leaf], cut.sharding
         if isinstance(sharding, SingleDeviceSharding):
-            held.append(jax.device_put(bits_of(value), jax.memory.Space.Host))
+            bits = _deeper(bits_of(value), cut.lead)
+            held.append(jax.device_put(bits, jax.memory.Space.Host))
         elif cut.rows:
             mesh: Any = sharding.mesh
             each = jax.shard_map(
@@ -375,9 +487,9 @@ def _hold(cuts: tuple[_Cut, ...], leaves: Sequence[Any], starts: Sequence[Any]) 
                 out_specs=_spread(mesh).spec,
                 check_vma=False,
             )
-            held.append(each(value, by_mesh[mesh]))
+            held.append(_deeper(each(value, by_mesh[mesh]), cut.lead))
         else:
-            held.append(bits_of(value))
+            held.append(_deeper(bits_of(value), cut.lead))
     return held
 
 
@@ -400,6 +512,7 @@ class _Wanted(NamedTuple):
     owned: Owned
     number: int
     rows: tuple[int, int] | None
+    lead: int
 
 
 def _wanted(plan: Plan, cuts: tuple[_Cut, ...]) -> list[_Wanted]:
@@ -414,7 +527,7 @@ def _wanted(plan: Plan, cuts: tuple[_Cut, ...]) -> list[_Wanted]:
                 start = _first_row(cut, [owned], owned.device, plan)
                 rows = (first - start, end - start)
                 assert 0 <= rows[0] <= rows[1] <= cut.rows, "the program gives all that is owned"
-            found.append(_Wanted(owned, number, rows))
+            found.append(_Wanted(owned, number, rows, cut.lead))
     return found
 
 
@@ -423,12 +536,28 @@ def _sources(wanted: list[_Wanted], leaves: tuple[Leaf, ...], held: list[jax.Arr
     places: dict[Sharding, dict[Device, int]] = {}
     pieces_of = way_to_pieces()
     found = []
-    for owned, number, rows in wanted:
+    for owned, number, rows, lead in wanted:
         array = held[number]
         where = places.get(array.sharding)
         if where is None:
             where = places[array.sharding] = places_of(array)
         assert owned.device is not None, "it is an array"
-        found.append(Held(owned, leaves, pieces_of(array)[where[owned.device]], rows))
+        found.append(Held(owned, leaves, pieces_of(array)[where[owned.device]], rows, lead))
     held.clear()
+    return found
+
+
+def _coded(lanes: Lanes, start: int, coded: list[jax.Array]) -> list[Coded]:
+    """What of the part the parity is that the program gave; it begins at `start`. The list of these
+    is emptied."""
+    geometry = lanes.geometry
+    places = places_of(coded[0])
+    pieces_of = way_to_pieces()
+    found = []
+    for piece, array in zip(exchange.pieces(geometry), coded, strict=True):
+        on = pieces_of(array)
+        for number, device in enumerate(lanes.rings.own):
+            offset = start + number * geometry.parity_bytes + piece.start
+            found.append(Coded(offset, piece.stop - piece.start, on[places[device]]))
+    coded.clear()
     return found

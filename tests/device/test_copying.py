@@ -61,6 +61,19 @@ def test_sources_of_any_size_arrive_with_their_checksums() -> None:
     assert (len(seen), seen[-1]) == (len(SIZES), length)
 
 
+@pytest.mark.parametrize("gap", [4, CHUNK, 3 * CHUNK + 64])
+def test_zeros_between_sources_may_end_chunks(gap: int) -> None:
+    """A chunk that no source's bytes complete was left out: all checksums after it were wrong."""
+    data = np.random.default_rng(0).integers(1, 256, 2 * CHUNK, np.uint8)
+    first, second = Given(0, data[: CHUNK - 4]), Given(CHUNK - 4 + gap, data)
+    part = np.full(second.offset + second.nbytes, 0x5A, np.uint8)
+    found = PartCopy(part, [first, second], None).run()
+    assert not part[first.nbytes : second.offset].any()
+    chunks = [part[at : at + CHUNK] for at in range(0, len(part), CHUNK)]
+    digests = [xxhash.xxh3_64_intdigest(chunk) for chunk in chunks]
+    assert found == b"".join(digest.to_bytes(8, "little") for digest in digests)
+
+
 def test_nothing_to_copy() -> None:
     assert PartCopy(np.empty(0, np.uint8), [], None).run() == b""
 

@@ -246,6 +246,33 @@ def test_a_step_that_asks_for_the_places_of_its_outputs_rounds_the_same() -> Non
         assert np.asarray(have).tobytes() == np.asarray(want).tobytes()
 
 
+def test_what_is_given_never_takes_the_memory_of_a_leaf_that_looks_like_it() -> None:
+    """Unsigned leaves look like their own bits: XLA gave them to the output in the host's memory,
+    and the program could not be run."""
+    looks = {
+        "u1": ((1024, 512), ("a", "b")),
+        "u2": ((64, 24), ("a",)),
+        "u4": ((64, 64), ("a",)),
+        "f4": ((128, 640), ()),  # whose rows on each device are like the next one's on each
+        "I": ((128, 640), (("a", "b"),)),
+    }
+    state = {name: put(shape, *spec).astype(name) for name, (shape, spec) in looks.items()}
+
+    def step(state: Any) -> Any:
+        return jax.tree.map(lambda leaf: jnp.roll(leaf, 1, 0), state)
+
+    plan, values = make_plan(state), jax.tree.leaves(state)
+    expected = jax.jit(step)(state)
+    before = part(stage(plan, state, "view"), plan)
+    call = Call(jax.jit(step, donate_argnums=0), (state,), {})
+    made = LoweredTwin(call, Outputs.of(expected), plan, values)
+    staged, outputs = made.twin(made.compile()).run(call, values, "view")
+    assert part(staged, plan) == before
+    assert all(leaf.is_deleted() for leaf in values)
+    for have, want in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):
+        assert np.asarray(have).tobytes() == np.asarray(want).tobytes()
+
+
 def test_what_the_step_passes_on_or_cannot_use_is_not_donated() -> None:
     """Its memory is as large as what is given of it: XLA would use it for that."""
     state = {

@@ -145,10 +145,50 @@ def _cut(words: jax.Array, start: int, stop: int) -> jax.Array:
 
 def words_of(array: jax.Array) -> jax.Array:
     """An array's canonical bytes as uint32 [ceil(bytes / 4)], zeros behind them; within `jit`."""
+    return _joined([bits.reshape(-1) for bits in _parts(array)])
+
+
+def words_of_rows(
+    shard: jax.Array,
+    span: tuple[int, int],
+    *,
+    first: jax.Array,
+    live: jax.Array | None = None,
+) -> jax.Array:
+    """Bytes `span` of the rows of a shard as words, zeros behind them; within `jit`.
+
+    Only the rows that these bytes are in are taken, so that no more is in memory on the way.
+
+    Args:
+        shard: has at least one dimension.
+        span: counted from row `first`; both ends are at whole elements.
+        first: the row, int32.
+        live: so many rows from there on are themselves, others are zeros; None: all are.
+    """
+    parts = _parts(shard)
+    unit = sum(bits.dtype.itemsize for bits in parts)
+    row = prod(shard.shape[1:]) * unit
+    begin, end = span[0] // row, -(-span[1] // row)
+    cut = slice((span[0] - begin * row) // unit, (span[1] - begin * row) // unit)
+    found = []
+    for bits in parts:
+        rows = jax.lax.dynamic_slice_in_dim(bits, first + begin, end - begin, 0)
+        if live is not None:
+            number = begin + jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+            rows = jnp.where(number < live, rows, jnp.zeros((), rows.dtype))
+        found.append(rows.reshape(-1)[cut])
+    return _joined(found)
+
+
+def _parts(array: jax.Array) -> list[jax.Array]:
+    """The elements as unsigned integers; those of complex ones as two arrays."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        parts = [bits_of(jax.lax.real(array)), bits_of(jax.lax.imag(array))]
-        return _as_words(_interleaved([part.reshape(-1) for part in parts]))
-    return _as_words(bits_of(array).reshape(-1))
+        return [bits_of(jax.lax.real(array)), bits_of(jax.lax.imag(array))]
+    return [bits_of(array)]
+
+
+def _joined(parts: list[jax.Array]) -> jax.Array:
+    return _as_words(parts[0] if len(parts) == 1 else _interleaved(parts))
 
 
 def _as_words(bits: jax.Array) -> jax.Array:
