@@ -45,10 +45,10 @@ def measure(sizes: Sizes, report: Report) -> list[Row]:
     with World(HOSTS, f"{k}+{m}", sizes.small_host_bytes, _GIVE_BACK) as world:
         world.all("step")
         alone = _ranks(world)
-        with _Peaks(lambda: _ranks(world)) as peaks:
+        with Peaks(lambda: _ranks(world)) as peaks:
             world.all("hold_many", count=EARLY)
             before = peaks.take()
-        with _Peaks(lambda: _used(world)) as peaks:
+        with Peaks(lambda: used_by(world)) as peaks:
             world.all("save_many", count=EARLY)
             early = peaks.take()
             batch = max(1, (sizes.memory_saves - EARLY) // BATCHES)
@@ -71,7 +71,7 @@ def measure(sizes: Sizes, report: Report) -> list[Row]:
     ]
 
 
-class _Peaks:
+class Peaks:
     """The largest of several figures, sampled in a thread."""
 
     def __init__(self, sample: Callable[[], list[int]]) -> None:
@@ -98,7 +98,7 @@ class _Peaks:
             peaks, self._peaks = self._peaks, [0] * len(self._peaks)
         return peaks
 
-    def __enter__(self) -> _Peaks:
+    def __enter__(self) -> Peaks:
         self._thread.start()
         return self
 
@@ -108,19 +108,19 @@ class _Peaks:
 
 
 def _ranks(world: World) -> list[int]:
-    return [_private(rank) for rank in world.pids("rank")]
+    return [private_bytes(rank) for rank in world.pids("rank")]
 
 
-def _used(world: World) -> list[int]:
+def used_by(world: World) -> list[int]:
     """Bytes that each host uses now."""
     pairs = zip(world.pids("rank"), world.pids("smp"), strict=True)
     return [
-        _private(rank) + _private(smp) + _shared(smp, f"host{number}")
+        private_bytes(rank) + private_bytes(smp) + _shared(smp, f"host{number}")
         for number, (rank, smp) in enumerate(pairs)
     ]
 
 
-def _private(pid: int) -> int:
+def private_bytes(pid: int) -> int:
     """Bytes of a process's own pages, see proc_pid_status(5): RssAnon is in KiB."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))

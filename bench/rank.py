@@ -3,14 +3,16 @@
     python -m bench.rank SOCKET BYTES
 
 It is an ordinary script under `jaxft run`: its state is BYTES a host, sharded over all processes.
-Each line is JSON: `{"do": NAME, ...}` in, the answer out. Times are of the monotonic clock, which
-all processes of a machine share.
+Its checkpoints go to the directory that BENCH_PERSIST names, if it names one. Each line is JSON:
+`{"do": NAME, ...}` in, the answer out. Times are of the monotonic clock, which all processes of a
+machine share.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import os
 import socket
 import sys
 import time
@@ -27,6 +29,7 @@ from bench.baseline_orbax import OrbaxPeer
 from bench.states import State, ready, set_devices, spread_state, step
 
 WAIT_S = 120.0
+PAUSE_S = 0.2
 MATRIX = 768
 SIDE = 256
 
@@ -91,8 +94,27 @@ class Rank:
         """One checkpoint of Orbax, until it is committed."""
         assert self.peer is not None, "open_orbax comes first"
         began_s = time.monotonic()
-        self.peer.save(self.state)
-        return {"began": began_s, "protected": time.monotonic()}
+        saved = self.peer.save(self.state)
+        return {"began": began_s, "protected": time.monotonic(), "stall": saved.blocked_s}
+
+    def protect(self) -> None:
+        """Snapshots in both slots, so that their memory is there."""
+        for _ in range(2):
+            self.save()
+
+    def persist(self) -> dict[str, float]:
+        """Snapshots until one goes to storage, and that, from its commit until it is there."""
+        while True:
+            self.calls += 1
+            receipt = self.snapshotter.save(self.calls, self.state)
+            receipt.protected.result(WAIT_S)
+            began_s = time.monotonic()
+            assert receipt.id is not None
+            if self.snapshotter.client.outcomes[receipt.id.seq].persist:
+                break
+            time.sleep(PAUSE_S)
+        receipt.persisted.result(WAIT_S)
+        return {"began": began_s, "protected": time.monotonic(), "stall": receipt.stall_s}
 
     def train(self, steps: int, how: str) -> dict[str, float]:
         """A training run that saves every step with jaxft, with Orbax, or not at all."""
@@ -161,7 +183,12 @@ def main(path: str, nbytes: int) -> None:
     jaxft.initialize()
     mesh = jaxft.make_mesh({"data": -1}, axis_types=AxisType.Auto)
     state = spread_state(mesh, nbytes * jax.process_count())
-    with jaxft.Snapshotter(every=1) as snapshotter, socket.socket(socket.AF_UNIX) as line:
+    directory = os.environ.get("BENCH_PERSIST")
+    fallback = jaxft.OrbaxFallback(directory, every=1, keep=1) if directory else None
+    with (
+        jaxft.Snapshotter(every=1, fallback=fallback) as snapshotter,
+        socket.socket(socket.AF_UNIX) as line,
+    ):
         rank = Rank(snapshotter, state)
         del state
         line.connect(path)

@@ -23,6 +23,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "training": ("training_overhead",),
     "auto": ("auto",),
     "memory": ("memory",),
+    "persist": ("persist",),
     "hosts": ("hosts",),
     "idle": ("idle",),
     "parity": ("parity_xla",),

@@ -4,7 +4,7 @@
       100/                     step 100, for `orbax.checkpoint.CheckpointManager(DIRECTORY)`
         default/               the state, as Orbax's StandardSave writes it
         jaxft_bytes/           leaves that Orbax cannot hold, as their bytes
-        jaxft/metadata         the `Record`, in JSON
+        jaxft.json             the `Record` (a file: Orbax takes directories for items)
       jaxft-writing-3.7-1f00/  becomes a checkpoint
       jaxft-replaced-100/      what was step 100, while another checkpoint takes its name
       jaxft-removed-100/       is being deleted
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Iterable, Sequence
@@ -33,7 +34,7 @@ from typing import Any
 
 import msgspec
 
-from jaxft.errors import RestoreError
+from jaxft.errors import ConfigError, RestoreError
 from jaxft.faults import reach
 from jaxft.group.manifest import Leaf, SnapshotId
 from jaxft.group.manifest import Path as LeafPath
@@ -43,8 +44,7 @@ from jaxft.group.recovery import abandoned
 _log = logging.getLogger(__name__)
 
 VERSION = 1
-TREE, BYTES, RECORD = "default", "jaxft_bytes", "jaxft"
-RECORD_FILE = "metadata"
+TREE, BYTES, RECORD = "default", "jaxft_bytes", "jaxft.json"
 _STEP = re.compile(r"0|[1-9]\d*")
 _WRITING, _REPLACED, _REMOVED = "jaxft-writing-", "jaxft-replaced-", "jaxft-removed-"
 
@@ -61,11 +61,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """What jaxft must know of a checkpoint that it wrote.
 
     `number` counts the checkpoints of the directory. `extras` are what each rank saved with it, in
-    MessagePack.
+    MessagePack. `job` is the name of the job that it is of.
     """
 
     version: int = VERSION
     id: SnapshotId
+    job: str = ""
     step: int
     lineage: tuple[Lineage, ...] = ()
     number: int = 0
@@ -113,6 +114,41 @@ class Directory:
         return sorted(
             (one for one in everything if one is not None), key=lambda one: one.entry.step
         )
+
+    def check_writable(self) -> None:
+        """Refuses a directory that nothing can be written to; makes nothing.
+
+        Raises:
+            ConfigError: it is a file, or it, or the directory that it would be made in, cannot be
+                written to.
+        """
+        near = next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
+        why = ""
+        if not near.is_dir():
+            why = f"{near} is no directory"
+        elif not os.access(near, os.R_OK | os.W_OK | os.X_OK):
+            why = f"{near} cannot be written to by user {os.geteuid()}, or its disk is read-only"
+        if why:
+            raise ConfigError(
+                f"checkpoints cannot go to {self.path}: {why}; name a directory that is writable, "
+                "or can be made"
+            )
+
+    def check_job(self, job: str) -> None:
+        """Refuses a directory in which another job's checkpoints are.
+
+        Raises:
+            ConfigError: there are.
+            RestoreError: it cannot be read.
+        """
+        others = {one.record.job for one in self.found() if one.record is not None} - {job, ""}
+        if others:
+            other = min(others)
+            raise ConfigError(
+                f"{self.path} has checkpoints of job {other}, and this is job {job}: use another "
+                f"directory, or go on under that name (`jaxft run --job {other}`, or "
+                f'Snapshotter(job="{other}") in a script that nobody launched)'
+            )
 
     def _look(self, step: int, path: Path) -> Found | None:
         if not path.is_dir():
@@ -168,7 +204,7 @@ class Directory:
             target.rename(aside)
             reach("checkpoint.replaced", step=step)
         written.rename(target)
-        self._remove(aside)
+        self._try_to_remove(aside)
 
     def retain(self, record: Record, keep: int) -> None:
         """Deletes what is no longer wanted after `record` has been committed.
@@ -182,7 +218,14 @@ class Directory:
         kept = {one.path for one in wanted[-keep:]}
         for one in ours:
             if one.path not in kept and _id(one) != record.id:
-                self._remove(one.path)
+                self._try_to_remove(one.path)
+
+    def _try_to_remove(self, path: Path) -> None:
+        """What was committed is, also where that fails; the next commit tries again."""
+        try:
+            self._remove(path)
+        except OSError as error:
+            _log.warning("checkpoint %s could not be deleted: %s", path, error)
 
     def _remove(self, path: Path) -> None:
         if path.exists():
@@ -209,7 +252,7 @@ def read_record(path: Path) -> Record:
         RestoreError: there is none that this jaxft can read.
     """
     try:
-        record = msgspec.json.decode((path / RECORD / RECORD_FILE).read_bytes(), type=Record)
+        record = msgspec.json.decode((path / RECORD).read_bytes(), type=Record)
     except (OSError, msgspec.MsgspecError) as error:
         raise RestoreError(f"checkpoint {path}: its record cannot be read: {error}") from error
     if record.version != VERSION:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import msgspec
@@ -17,17 +17,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxft.checkpoint import (
     BYTES,
     RECORD,
-    RECORD_FILE,
     TREE,
     Directory,
     Record,
     StoredLeaf,
     names,
     nest,
+    place,
 )
 from jaxft.device.assembly import Stored, Table, Targets, match
 from jaxft.device.leaves import decode_literal, element, stored_shape
-from jaxft.group.manifest import Leaf, Manifest
+from jaxft.group.manifest import Leaf, Manifest, SnapshotId
+from jaxft.group.messages import Lineage
 
 
 def copies(manifests: Iterable[Manifest], stored: Sequence[StoredLeaf], mesh: Mesh) -> Targets:
@@ -58,6 +59,48 @@ def copies(manifests: Iterable[Manifest], stored: Sequence[StoredLeaf], mesh: Me
             leaf.shape, _dtype(leaf), sharding=sharding
         )
     return match(like, Table(leaves=tuple(leaves), stored=tuple(places), part_ends=table.part_ends))
+
+
+class Copied(NamedTuple):
+    """A snapshot, or one process's share of it, that was copied out of memory: see `write`."""
+
+    record: Record
+    values: dict[int, Any]
+    empty: list[Leaf]
+
+
+def copy(
+    identity: SnapshotId,
+    job: str,
+    lineage: tuple[Lineage, ...],
+    manifests: Mapping[int, Manifest],
+    assemble: Callable[[Targets], dict[str, Any]],
+    mesh: Mesh,
+) -> Copied:
+    """Copies a snapshot out of memory.
+
+    Args:
+        identity: the snapshot.
+        job: its job's name.
+        lineage: what the checkpoint is to say of the generations before it.
+        manifests: of all its segments, by place.
+        assemble: brings the arrays of the targets, checked.
+        mesh: see `copies`.
+    """
+    leaves = manifests[0].leaves
+    stored = place([leaf for leaf in leaves if leaf.kind != "empty"])
+    arrays = assemble(copies(manifests.values(), stored, mesh))
+    extras = {part.rank: part.extras for manifest in manifests.values() for part in manifest.parts}
+    record = Record(
+        id=identity,
+        job=job,
+        step=manifests[0].step,
+        lineage=lineage,
+        leaves=stored,
+        extras=extras,
+    )
+    values = {int(name): array for name, array in arrays.items()}
+    return Copied(record, values, [leaf for leaf in leaves if leaf.kind == "empty"])
 
 
 def _as_bytes(leaf: Leaf) -> Leaf:
@@ -91,7 +134,7 @@ def write(
     values: Mapping[int, Any],
     empty: Sequence[Leaf],
     *,
-    keep: int,
+    keep: int | None,
     may_commit: Callable[[], None],
 ) -> None:
     """Writes a checkpoint; every process of the JAX world calls it.
@@ -103,7 +146,7 @@ def write(
             own dtype for the tree, of its bytes (uint8, one dimension more) for what is stored as
             bytes.
         empty: the tree's empty nodes.
-        keep: how many checkpoints stay.
+        keep: how many checkpoints stay; None: all that there are.
         may_commit: called in process 0 when all is written and nothing is visible yet; raises if
             this checkpoint is not to be.
     """
@@ -115,7 +158,7 @@ def write(
     if is_first:
         written, number = target.begin(record.id)
         record = msgspec.structs.replace(record, number=number)
-    items = {RECORD: ocp.args.JsonSave(msgspec.to_builtins(record, str_keys=True))}
+    items = {}
     tree = _orbax_tree(record, values, empty)
     if tree is not None:
         items[TREE] = ocp.args.StandardSave(tree)
@@ -123,16 +166,19 @@ def write(
     if beside:
         items[BYTES] = ocp.args.StandardSave(beside)
     handlers = {
-        RECORD: ocp.JsonCheckpointHandler(filename=RECORD_FILE),
         TREE: ocp.StandardCheckpointHandler(),
         BYTES: ocp.StandardCheckpointHandler(),
     }
-    with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
-        checkpointer.save(written, args=ocp.args.Composite(**items))
+    if items:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
+            checkpointer.save(written, args=ocp.args.Composite(**items))
     if is_first:
+        written.mkdir(exist_ok=True)  # where there is nothing but scalars, the record has them all
+        (written / RECORD).write_bytes(msgspec.json.encode(record))
         may_commit()
         target.commit(written, record.step)
-        target.retain(record, keep)
+        if keep is not None:
+            target.retain(record, keep)
 
 
 _EMPTY: dict[str, Callable[[], Any]] = {"dict": dict, "list": list, "tuple": tuple}

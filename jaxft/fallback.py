@@ -52,7 +52,7 @@ class OrbaxFallback:
         keep: how many of jaxft's checkpoints stay.
 
     Raises:
-        ConfigError: a value out of range, or a directory that is no path.
+        ConfigError: a value out of range, or a directory that is no path, or cannot be written to.
     """
 
     directory: str | os.PathLike[str]
@@ -70,6 +70,15 @@ class OrbaxFallback:
             if type(value) is not int or value < 1:
                 raise ConfigError(f"OrbaxFallback: {name} must be an int from 1, found {value!r}")
         object.__setattr__(self, "directory", os.path.abspath(text))
+        Directory(Path(self.directory)).check_writable()
+
+    def check_job(self, job: str) -> None:
+        """Refuses a directory in which another job's checkpoints are.
+
+        Raises:
+            ConfigError: there are.
+        """
+        Directory(Path(self.directory)).check_job(job)
 
     def entries(self) -> tuple[StorageEntry, ...]:
         """The checkpoints that are whole, by ascending step.

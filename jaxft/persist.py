@@ -14,6 +14,7 @@ The rules:
 - Only the copy runs at normal priority; what comes before and after it leaves the cores to the
   training. (A thread cannot get its priority back, so that what comes before is another thread's.)
 - A helper may be killed at any moment: what was a checkpoint stays one, see `checkpoint`.
+- A checkpoint gets its name only while the order holds and its generation is the store's newest.
 - A helper ends when its order does, when its SMP lets it go, and after WHOLE_S at the latest. It
   leaves by `os._exit`: threads of JAX and Orbax may wait for helpers that are dead.
 
@@ -33,21 +34,22 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxft import config, faults
-from jaxft.checkpoint import Record, place
+from jaxft.apart import lower_priority, set_jax_apart
 from jaxft.errors import ConfigError, JaxftError, SnapshotLost
 from jaxft.faults import reach
 from jaxft.group.messages import PersistOrder
 from jaxft.host import protocol as p
 from jaxft.host.client import SmpClient, greeting
+from jaxft.launch.standing import check_current
 
 _log = logging.getLogger(__name__)
 
-NICE = 10
 CONNECT_S = 60.0
 RECONNECT_S = 20.0
 MEET_S = 120  # for all helpers to be there
 COPY_S = 120.0
 RESULT_S = 60.0
+CAUSE_S = 1.0
 WHOLE_S = 3600.0
 HEARTBEAT_S = 100
 LOOPBACK = "127.0.0.1"
@@ -64,7 +66,7 @@ def main() -> int:
     )
     logging.getLogger("absl").setLevel(logging.WARNING)
     faults.arm(config.faults_text())
-    _set_jax_apart(env.ranks)
+    set_jax_apart(env.ranks)
     hello = greeting("helper", generation=env.generation, nonce=env.nonce, rank=env.rank)
     try:
         client = SmpClient(Path(env.smp), hello, connect_s=CONNECT_S, reconnect_s=RECONNECT_S)
@@ -72,19 +74,6 @@ def main() -> int:
         _log.error("%s", error)
         return 1
     return Helper(client, env, number).run()
-
-
-def _set_jax_apart(hosts: int) -> None:
-    """JAX on one CPU device, whatever the variables say that the ranks were started with."""
-    for name in list(os.environ):
-        if name.startswith(("JAX_", "XLA_", "LIBTPU_")):
-            del os.environ[name]
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_NUM_CPU_DEVICES"] = "1"
-    os.environ["JAX_ENABLE_X64"] = "true"
-    os.environ["JAX_ENABLE_PREEMPTION_SERVICE"] = "false"
-    if hosts > 1:
-        os.environ["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
 
 
 class Helper:
@@ -104,6 +93,10 @@ class Helper:
         except Exception as error:  # noqa: BLE001 (the root must hear of whatever it is)
             _log.exception("persist %d failed", self.number)
             detail = f"{type(error).__name__}: {error}".partition("\n")[0][:500]
+            if self.env.ranks > 1:
+                # It may fail because another helper died: that is the cause, and ends the order.
+                with contextlib.suppress(JaxftError):
+                    self.client.wait(self._over, CAUSE_S, "the end of this persist")
             self._say("failed", detail=detail)
             _log.error("persist %d failed: %s", self.number, detail)
             return 1
@@ -112,7 +105,9 @@ class Helper:
         with contextlib.ExitStack() as stack:
             coordinator = ""
             if self.env.rank == 0 and self.env.ranks > 1:
-                coordinator = f"{LOOPBACK}:{stack.enter_context(_reserve()).getsockname()[1]}"
+                host = self.env.coordinator.rpartition(":")[0] or LOOPBACK
+                reserved = stack.enter_context(_reserve(host.strip("[]")))
+                coordinator = f"{host}:{reserved.getsockname()[1]}"
             self._say("starting", coordinator=coordinator)
             with ThreadPoolExecutor(1) as low:
                 low.submit(self._prepare).result(CONNECT_S + 2 * MEET_S)
@@ -133,17 +128,20 @@ class Helper:
 
     def _prepare(self) -> None:
         """All that can be done before it is known what to write."""
-        _lower_priority()
+        lower_priority()
         import jax
         import orbax.checkpoint  # noqa: F401
+        from jax.experimental import multihost_utils
 
         import jaxft.export
         import jaxft.restorer  # noqa: F401
+        from jaxft.startup import gloo_listens_at
 
         if self.env.ranks > 1:
             coordinator = self.client.wait(
                 lambda: self._order_is("coordinator"), MEET_S, "the first host's helper"
             ).coordinator
+            gloo_listens_at(self.env.address)
             jax.distributed.initialize(
                 coordinator_address=coordinator,
                 coordinator_bind_address=coordinator,
@@ -153,6 +151,8 @@ class Helper:
                 heartbeat_timeout_seconds=HEARTBEAT_S,
                 shutdown_timeout_seconds=int(RESULT_S),
             )
+            # Connects them: the first collective would else come while the checkpoint is written.
+            multihost_utils.sync_global_devices("ready")
         jax.devices()
 
     def _write(self, told: p.PersistTold) -> None:
@@ -160,38 +160,24 @@ class Helper:
         import jax
         import numpy as np
 
-        from jaxft.export import copies, write
+        from jaxft.export import copy, write
         from jaxft.restorer import SnapshotReader
 
         order, options = told.order, self.client.welcome.options
         if order.id is None or options is None or not options.directory:
             raise ConfigError("this host's ranks named no directory for checkpoints")
         reader = SnapshotReader(self.client, order.id, told.own, attempt=None, timeout_s=COPY_S)
-        leaves = reader.manifests[0].leaves
-        stored = place([leaf for leaf in leaves if leaf.kind != "empty"])
         mesh = jax.sharding.Mesh(np.array(jax.devices()), ("host",))
-        arrays = reader.assemble(copies(reader.manifests.values(), stored, mesh))
+        job, lineage = self.env.job, told.lineage
+        copied = copy(order.id, job, lineage, reader.manifests, reader.assemble, mesh)
         self._say("copied")
         self._reach("copied")
-        _lower_priority()
-        record = Record(
-            id=order.id,
-            step=order.step,
-            lineage=told.lineage,
-            leaves=stored,
-            extras={
-                part.rank: part.extras
-                for manifest in reader.manifests.values()
-                for part in manifest.parts
-            },
-        )
+        lower_priority()
         del reader
         self._reach("writing")
         write(
             Path(options.directory),
-            record,
-            {int(name): array for name, array in arrays.items()},
-            [leaf for leaf in leaves if leaf.kind == "empty"],
+            *copied,
             keep=options.persist_keep,
             may_commit=self._may_commit,
         )
@@ -215,6 +201,8 @@ class Helper:
             raise self.client.failure
         if order is None or order.number != self.number or not order.wanted:
             raise SnapshotLost("the order was withdrawn while its checkpoint was written")
+        env = self.env
+        check_current(config.store_url(), env.job, env.generation, env.nonce)
 
     def _watch(self) -> None:
         """Ends this process with its order, wherever it is waiting."""
@@ -253,18 +241,14 @@ class Helper:
         reach(f"persist.{point}", host=self.env.host, rank=self.env.rank, number=self.number)
 
 
-def _reserve() -> socket.socket:
+def _reserve(host: str) -> socket.socket:
     """A port that nobody else is given and that the coordinator, which sets the same option, can
     still listen on."""
-    reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    reserved = socket.socket(family, socket.SOCK_STREAM)
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    reserved.bind((LOOPBACK, 0))
+    reserved.bind((host, 0))
     return reserved
-
-
-def _lower_priority() -> None:
-    """For this thread, and the threads that it starts from now on (see setpriority(2))."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
 
 if __name__ == "__main__":

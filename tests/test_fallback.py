@@ -56,12 +56,14 @@ def save(
     extras: dict[int, Any] | None = None,
     keep: int = 2,
     may_commit: Any = lambda: None,
+    job: str = "",
 ) -> StorageEntry:
     """Writes a snapshot of the tree, taken by two hosts, as a world of one helper would."""
     snapshot = take(tree, 2)
     stored = place(snapshot.manifests[0].leaves)
     record = Record(
         id=identity(generation, step if seq is None else seq),
+        job=job,
         step=step,
         lineage=lineage,
         leaves=stored,
@@ -135,9 +137,12 @@ def test_a_state_comes_back_on_another_mesh_case_19(tmp_path: Path) -> None:
     assert extras == {0: {"at": 1}, 1: b"two", 2: None}
 
 
-def test_plain_orbax_restores_it(tmp_path: Path) -> None:
+def test_plain_orbax_restores_it_without_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tree = some_tree(make_mesh({"data": -1}))
     save(tmp_path, tree, 7)
+    caplog.set_level(logging.WARNING, "absl")
     with ocp.CheckpointManager(tmp_path) as manager:
         assert manager.latest_step() == 7
         restored = manager.restore(7, args=ocp.args.StandardRestore(tree))
@@ -149,6 +154,9 @@ def test_plain_orbax_restores_it(tmp_path: Path) -> None:
         without_target = manager.restore(7, args=ocp.args.StandardRestore())
         assert without_target["opt"][1][0]["mu"]["w"].shape == (16, 4)
         assert without_target["list"][1:4] == [None, {}, ()]
+        assert manager.metadata(7).item_metadata is not None
+    assert not [one for one in caplog.messages if "jaxft" in one]
+    with ocp.CheckpointManager(tmp_path) as manager:
         assert manager.save(8, args=ocp.args.StandardSave(tree))
 
 
@@ -349,11 +357,44 @@ def test_another_jobs_newer_identities_never_delete_the_one_just_written(tmp_pat
 def test_a_damaged_record_does_not_count(tmp_path: Path) -> None:
     good = save(tmp_path, {"w": jnp.ones(1)}, 1)
     save(tmp_path, {"w": jnp.ones(1)}, 2)
-    (tmp_path / "2" / "jaxft" / "metadata").write_text("{")
+    (tmp_path / "2" / "jaxft.json").write_text("{")
     (tmp_path / "3.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "4").write_text("a file")
     assert OrbaxFallback(tmp_path).entries() == (good,)
     assert [found.entry for found in Directory(tmp_path).found()] == [good]
+
+
+def test_what_cannot_be_deleted_does_not_unmake_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, {"w": jnp.ones(1)}, 1)
+
+    def refuse(self: Directory, path: Path) -> None:
+        raise PermissionError(f"no deleting of {path}")
+
+    monkeypatch.setattr(Directory, "_remove", refuse)
+    with caplog.at_level(logging.WARNING, "jaxft.checkpoint"):
+        save(tmp_path, {"w": jnp.ones(1)}, 2, keep=1)
+    assert [entry.step for entry in OrbaxFallback(tmp_path).entries()] == [1, 2]
+    assert "could not be deleted" in caplog.text
+
+
+def test_a_directory_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="checkpoints cannot go to"):
+            OrbaxFallback(wrong)
+    OrbaxFallback(tmp_path / "not" / "yet")
+    assert not (tmp_path / "not").exists()
+
+
+def test_another_jobs_directory_is_refused_and_its_own_is_not(tmp_path: Path) -> None:
+    save(tmp_path, {"w": jnp.ones(1)}, 1, job="one")
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(2, args=ocp.args.StandardSave({"w": jnp.ones(1)}))
+    OrbaxFallback(tmp_path).check_job("one")
+    with pytest.raises(ConfigError, match="checkpoints of job one, and this is job two: use anoth"):
+        OrbaxFallback(tmp_path).check_job("two")
 
 
 def test_options_are_checked(tmp_path: Path) -> None:

@@ -20,31 +20,33 @@ import time
 from types import FrameType
 
 from jaxft import config, faults
-from jaxft.errors import LaunchError, StoreError
+from jaxft.errors import JaxftError, LaunchError, StoreError
 from jaxft.group import membership as m
 from jaxft.group.absence import mind_absence
 from jaxft.group.messages import Turn
 from jaxft.group.records import (
     DONE,
     END,
+    ENDING,
     FAULT,
     GENERATION,
-    HOST,
-    NUMBER,
-    PROGRESS,
     Fault,
     HostRecord,
     JobEnd,
     View,
-    read_view,
 )
 from jaxft.group.world import Generation, Member, encode
 from jaxft.host import protocol
 from jaxft.host.local import make_private
+from jaxft.launch.addresses import misfit
 from jaxft.launch.announcements import code_of, in_words
 from jaxft.launch.console import Console
-from jaxft.launch.hostdir import Lock, RankFile, ReservedPort, remove
+from jaxft.launch.ended_run import clear_ended_run
+from jaxft.launch.floor import remember, stored_generation
+from jaxft.launch.hostdir import LOOPBACK, Lock, RankFile, ReservedPort, remove
+from jaxft.launch.job_keys import job_trust
 from jaxft.launch.last_snapshot import SHARE, LastSnapshot, last_words
+from jaxft.launch.leaving import Leaving
 from jaxft.launch.options import KILL_S, RunOptions
 from jaxft.launch.persisting import Persisting
 from jaxft.launch.probe import answering
@@ -103,10 +105,11 @@ class Agent:
         )
         self._persisting = Persisting(options, self._smp)
         self._last_snapshot = LastSnapshot(options.host, self._smp)
+        self._leaving: Leaving | None = None
         self._progress = ProgressLog()
         self._ranks = Ranks(options, self._smp.socket, self._rank_file, console, self._events)
         self._observer = m.Observer(options.rules())
-        self._port = ReservedPort()
+        self._port = self._new_port()
         self._store: Store | None = None
         self._registration: Registration | None = None
         self._watcher: StoreWatcher | None = None
@@ -123,6 +126,10 @@ class Agent:
         self._waits_long = False
         self._failed = True
 
+    def _new_port(self) -> ReservedPort:
+        """Where JAX's coordinator listens, should this host be the first."""
+        return ReservedPort(self.options.address or LOOPBACK)
+
     # -------------------------------------------------------------------- from start to end
 
     def run(self) -> JobEnd:
@@ -138,9 +145,10 @@ class Agent:
         self._events.emit("agent_started", agent=self._identity)
         try:
             self._rank_file.kill_left(KILL_S)
-            self._store = open_store(self.options.store, job=self.options.job)
-            clear_ended_run(self._store)
-            self._smp.begin()
+            access = self.options.store_access()
+            self._store = open_store(self.options.store, job=self.options.job, access=access)
+            clear_ended_run(self._store, 2 * self.options.lease_s)
+            self._smp.begin(job_trust(self.options, self._store, self._console.say))
             end = self._loop(self._store)
             self._failed = not end.ok
             self._events.emit(
@@ -148,12 +156,7 @@ class Agent:
             )
             return end
         except Interrupted as interrupted:
-            deadline_s = time.monotonic() + self.options.term_grace_s
-            if interrupted.number == signal.SIGTERM and self._store is not None:
-                self._take_last_snapshot(self._store)
-            self._console.say(f"{interrupted}: the ranks are told to end")
-            left_s = max(0.0, deadline_s - time.monotonic())
-            self._ranks.end(interrupted.number, left_s, lambda: self._hurried)
+            self._leave_job(interrupted)
             raise
         finally:
             self._shut_down()
@@ -210,6 +213,47 @@ class Agent:
         self._hurried = self._hurried or (after_another and number == signal.SIGINT)
         self._signal = self._signal or number
         self._wake()
+
+    def _leave_job(self, told: Interrupted) -> None:
+        """This host is to go; so may be the whole job, which then writes its newest snapshot."""
+        deadline_s = time.monotonic() + self.options.term_grace_s
+        store = self._store if told.number == signal.SIGTERM else None
+        if store is not None:
+            self._leaving = Leaving(self.options)
+            self._register()
+        if store is None or not self._is_export:
+            if store is not None:
+                self._take_last_snapshot(store)
+            self._console.say(f"{told}: the ranks are told to end")
+            left_s = max(0.0, deadline_s - time.monotonic())
+            self._ranks.end(told.number, left_s, lambda: self._hurried)
+        if store is not None and self._leaving is not None:
+            self._stay(store, self._leaving)
+
+    def _stay(self, store: Store, leaving: Leaving) -> None:
+        """Takes part in what all hosts that were told to end do before they go."""
+        why = ""
+        try:
+            while not why and not self._hurried:
+                view = self._watcher.view() if self._watcher is not None else None
+                why = leaving.reason_to_go(view)
+                end = self._take_turns(store)
+                if end is not None:
+                    why = end.reason
+                    break
+                self._wait(TICK_S)
+                for happening in self._smp.poll():
+                    self._smp_happened(happening, store)
+                self._ranks.poll()
+        except JaxftError as error:
+            why = str(error)
+        self._console.say(f"this host leaves the job: {why or 'SIGINT ended the wait'}")
+
+    @property
+    def _is_export(self) -> bool:
+        """Are the ranks that run here those that write to storage?"""
+        generation = self._generation
+        return bool(self._ranks.running) and generation is not None and bool(generation.export)
 
     def _take_last_snapshot(self, store: Store) -> None:
         """This host is to go (preemption, for example): asks for a snapshot out of turn and waits
@@ -292,6 +336,7 @@ class Agent:
             f"smp_{how}", pid=welcome.pid, arena=welcome.arena, generation=self._entered
         )
         if self._registration is None:
+            self._floor = max(self._floor, stored_generation(self.options.job))
             self._registration = Registration(store, self.options.lease_s)
             self._watcher = StoreWatcher(
                 store,
@@ -324,6 +369,8 @@ class Agent:
                 snapshot=welcome.newest,
                 left=self._left,
                 fresh=options.fresh,
+                leaving=self._leaving is not None,
+                trust=welcome.trust,
             )
         )
         with contextlib.suppress(StoreError):
@@ -338,7 +385,9 @@ class Agent:
         if kind == "generation_floor":
             self._floor = max(self._floor, int(detail.get("number", 0)))
             self._register()
-        if kind in ("settled", "committed"):
+        if kind == "settled":
+            remember(self.options.job, str(detail["directory"]))
+        if kind in ("settled", "committed", "persisted"):
             self._progress.announced(kind, detail)
 
     def _mind_helper(self) -> None:
@@ -403,6 +452,7 @@ class Agent:
             exits=self._ranks.exits,
             report=self._report,
             answers=self._answers,
+            leaving=self._leaving is not None,
         )
 
     def _take_turns(self, store: Store) -> JobEnd | None:
@@ -414,6 +464,8 @@ class Agent:
                 view = self._watcher.view() if self._watcher is not None else None
                 if view is None or self._watcher is None:
                     return None
+                if wrong := misfit(self._host, view):
+                    raise LaunchError(wrong)
                 decision = self._observer.decide(
                     view, self._me(), time.monotonic(), secrets.token_hex(8)
                 )
@@ -447,7 +499,10 @@ class Agent:
                 if store.commit({key: expect}, {key: encode(fault)}):
                     self._tell_fault(fault)
             case m.ReportDone(generation=number, ranks=ranks):
+                # Who sees all ranks done has to see their last snapshot, too.
+                self._flush_progress(store)
                 store.commit({}, {f"{DONE}{number}/{self._host}": encode(ranks)})
+                self._say_exported()
         return True
 
     def _probe(self, members: tuple[Member, ...]) -> None:
@@ -462,6 +517,8 @@ class Agent:
         generation = decision.generation
         faults.reach("agent.forming", host=self._host, generation=generation.number)
         put = {GENERATION: encode(generation)}
+        if decision.end is not None:
+            put[ENDING] = encode(decision.end)
         if store.commit(decision.expect, put, decision.delete):
             self._events.emit(
                 "generation_formed",
@@ -512,12 +569,26 @@ class Agent:
             return False
         self._left = max(self._left, number)
         # A port of its own for each generation: what is left of an older one must not meet it.
-        old, self._port = self._port, ReservedPort()
+        old, self._port = self._port, self._new_port()
         old.close()
         with contextlib.suppress(StoreError):
-            self._progress.write(store, at_once=True)
+            self._flush_progress(store)
         self._register()
         return True
+
+    def _flush_progress(self, store: Store) -> None:
+        """Writes all that the SMP has said of it by now."""
+        for happening in self._smp.poll():
+            self._smp_happened(happening, store)
+        self._progress.write(store, at_once=True)
+
+    def _say_exported(self) -> None:
+        generation = self._generation
+        if generation is None or generation.export is None or generation.index_of(self._host):
+            return
+        step, directory = self._progress.step, generation.export.directory
+        self._events.emit("exported", generation=generation.number, step=step, directory=directory)
+        self._console.say(f"step {step} is on storage, in {directory}")
 
     def _tell_fault(self, fault: Fault) -> None:
         self._events.emit(
@@ -535,6 +606,9 @@ class Agent:
                 host=fault.host,
                 silent_s=self.options.lease_s,
             )
+        if self._generation is not None and self._generation.export is not None:
+            self._console.say(f"the newest snapshot did not get to storage: {fault.detail}")
+            return
         self._console.say(
             f"generation {fault.generation} ends: {fault.detail}; its ranks are stopped, and the "
             "next generation follows unless the job gives up"
@@ -559,26 +633,3 @@ class Agent:
         elif reason != self._said and left_s > 0 and now_s - self._waits[1] > WONDER_S:
             self._said = reason
             self._console.say(f"{reason} (at most {left_s:.0f} s more)")
-
-
-def clear_ended_run(store: Store) -> None:
-    """Takes away what an earlier run of the job left behind, if that has ended and nobody of it is
-    there any more. Generations go on being counted from where they were. A run that failed let its
-    memory go: what it had protected stays on record, so that the next one does not silently begin
-    anew.
-
-    Raises:
-        StoreError: the store does not answer.
-    """
-    for _ in range(TURNS_MAX):
-        entries = store.read()
-        view = read_view(entries)
-        if view.end is None or view.hosts:
-            return
-        kept = {NUMBER}
-        if not view.end.ok and view.newest_progress.snapshot is not None:
-            kept.add(f"{PROGRESS}{max(view.progress)}")
-        old = [key for key in entries if key not in kept and not key.startswith(HOST)]
-        put = {NUMBER: encode(view.next_number - 1)}
-        if store.commit({END: view.revisions[END]}, put, old):
-            return

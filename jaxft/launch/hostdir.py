@@ -67,25 +67,41 @@ class Lock:
 
 
 class ReservedPort:
-    """A TCP port that nobody else can get before JAX's coordinator listens there.
+    """A TCP port that nobody else can get before whoever it is for listens there.
 
-    The socket is bound and does not listen. The coordinator binds the same port beside it, since
+    The socket is bound and does not listen. JAX's coordinator binds the same port beside it, since
     both ask for SO_REUSEPORT and belong to the same user (socket(7)); connections go to the one
-    that listens.
+    that listens. An SMP does, since both ask for SO_REUSEADDR and this one does not listen.
+
+    Args:
+        host: an IP address of this machine.
+        number: the port; 0: any.
+        option: SO_REUSEPORT or SO_REUSEADDR, as whoever it is for sets it.
+
+    Raises:
+        LaunchError: it is taken, or the address is not this machine's.
     """
 
-    def __init__(self) -> None:
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    def __init__(
+        self, host: str = LOOPBACK, number: int = 0, option: int = socket.SO_REUSEPORT
+    ) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            self._socket.bind((LOOPBACK, 0))
+            self._socket.setsockopt(socket.SOL_SOCKET, option, 1)
+            self._socket.bind((host, number))
         except OSError as error:
             self._socket.close()
-            raise LaunchError(f"no port to be had on {LOOPBACK}: {error}") from error
-        self.address = f"{LOOPBACK}:{self._socket.getsockname()[1]}"
+            raise LaunchError(f"no port to be had on {host}: {error}") from error
+        self.address = with_port(host, self._socket.getsockname()[1])
 
     def close(self) -> None:
         self._socket.close()
+
+
+def with_port(host: str, port: int) -> str:
+    """HOST:PORT, or [HOST]:PORT if it is an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class RankFile:

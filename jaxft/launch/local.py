@@ -30,6 +30,7 @@ from jaxft.launch.console import Console
 from jaxft.launch.hostdir import Lock, RankFile, remove
 from jaxft.launch.options import KILL_S, RunOptions
 from jaxft.launch.smp_process import SOCKET, SnapshotProcess
+from jaxft.launch.store import Store
 from jaxft.launch.stores import open_store
 from jaxft.status.events import EventLog
 
@@ -123,7 +124,8 @@ class LocalWorld:
     def _end_agents(self) -> None:
         """Passes the signals on, also those that come while the agents end, and waits."""
         agents = list(self._agents.values())
-        deadline_s = time.monotonic() + self._options.term_grace_s + END_S / 2
+        grace_s = self._options.term_grace_s + self._options.persist_grace_s
+        deadline_s = time.monotonic() + grace_s + END_S / 2
         told = 0
         while time.monotonic() < deadline_s and any(agent.status() is None for agent in agents):
             for number in self._signals[told:]:
@@ -138,7 +140,7 @@ class LocalWorld:
         for options in map(self._of, self._hosts):
             private_socket_path(options.directory() / SOCKET)
             make_private(options.logs())
-        open_store(self._options.store, job=self._options.job).close()
+        self._open_store().close()
 
     def _of(self, host: str) -> RunOptions:
         return msgspec.structs.replace(self._options, host=host)
@@ -186,10 +188,14 @@ class LocalWorld:
         else:
             self._console.say(f"the agent of {host} ended with {how}; this host stays away")
 
+    def _open_store(self) -> Store:
+        access = self._options.store_access()
+        return open_store(self._options.store, job=self._options.job, access=access)
+
     def _end(self) -> JobEnd | None:
         """What the agents wrote, if they did."""
         with contextlib.suppress(StoreError):
-            store = open_store(self._options.store, job=self._options.job)
+            store = self._open_store()
             try:
                 return read_view(store.read()).end
             finally:

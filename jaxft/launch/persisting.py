@@ -11,7 +11,7 @@ from jaxft.host import protocol
 from jaxft.launch.child import Child, kill_all
 from jaxft.launch.console import last_lines
 from jaxft.launch.options import KILL_S, RunOptions
-from jaxft.launch.ranks import PERSIST, rank_environment
+from jaxft.launch.ranks import PERSIST, STORE, rank_environment
 from jaxft.launch.smp_process import SnapshotProcess
 
 HELPER = ("-m", "jaxft.persist")
@@ -83,6 +83,7 @@ class PersistHelper:
         self.log = options.logs() / f"gen{generation.number}-persist{number}.log"
         env = rank_environment(generation, options.host, index, smp)
         env |= {"JAXFT_RANKS": str(len(generation.hosts)), PERSIST: str(number)}
+        env |= {STORE: options.store, **options.store_access().to_environ()}
         self._child = Child([sys.executable, *HELPER], env=env, log=self.log)
 
     def fds(self) -> list[int]:

@@ -9,9 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+import msgspec
+
 from jaxft.group.identity import SnapshotId
+from jaxft.group.messages import RankOptions
 from jaxft.group.records import PROGRESS, Progress
-from jaxft.group.world import Generation, encode
+from jaxft.group.world import Export, Generation, encode
 from jaxft.launch.store import Store
 
 EVERY_S = 1.0
@@ -33,21 +36,35 @@ class ProgressLog:
         self._known = self._written = None
 
     def announced(self, kind: str, detail: Detail) -> None:
-        """The root's SMP has said "settled" or "committed". What it said late, of a generation that
-        was left, is not about this one."""
+        """The root's SMP has said "settled", "committed" or "persisted". What it said late, of a
+        generation that was left, is not about this one."""
         generation = self._generation
         if generation is None or detail["generation"] != generation.number:
             return
-        step = int(detail["step"])
+        step, known = int(detail["step"]), self._known or Progress()
         if kind == "committed":
-            base = self._known.base if self._known is not None else -1
             snapshot = SnapshotId(generation.number, int(detail["seq"]), generation.nonce)
-            self._known = Progress(base=base, step=step, snapshot=snapshot)
-        elif detail["base"]:
-            snapshot = SnapshotId.parse(str(detail["base"]), str(detail["nonce"]))
-            self._known = Progress(base=step, step=step, snapshot=snapshot)
+            self._known = msgspec.structs.replace(known, step=step, snapshot=snapshot)
+        elif kind == "persisted":
+            self._known = msgspec.structs.replace(known, stored=step)
         else:
-            self._known = Progress()
+            self._known = _settled(step, detail)
+
+    def come_back(self, options: RankOptions | None) -> None:
+        """To a generation that was entered, and has settled, before this process was there."""
+        if options is not None and options.directory:
+            export = Export(directory=options.directory, keep=options.persist_keep)
+            self._known = Progress(export=export)
+
+    @property
+    def unsaved(self) -> Export | None:
+        """Where the newest snapshot is to be written before its memory goes; None: nowhere."""
+        return None if self._known is None else self._known.unsaved
+
+    @property
+    def step(self) -> int:
+        """Of the newest snapshot known to be committed; -1: none."""
+        return -1 if self._known is None else self._known.step
 
     @property
     def is_written(self) -> bool:
@@ -67,3 +84,14 @@ class ProgressLog:
         if first or at_once or now_s - self._written_s > EVERY_S:
             store.commit({}, {f"{PROGRESS}{self._generation.number}": encode(self._known)})
             self._written, self._written_s = self._known, now_s
+
+
+def _settled(step: int, detail: Detail) -> Progress:
+    """A generation that has settled: what it goes on from, and where its checkpoints go."""
+    directory = str(detail["directory"])
+    export = Export(directory=directory, keep=int(detail["keep"])) if directory else None
+    if not detail["base"]:  # nothing, or a checkpoint of plain Orbax, which has no identity
+        return Progress(export=export, stored=step or -1)
+    snapshot = SnapshotId.parse(str(detail["base"]), str(detail["nonce"]))
+    stored = int(detail["stored"])
+    return Progress(base=step, step=step, snapshot=snapshot, export=export, stored=stored)

@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
+
+from jaxft import config
 from jaxft.config import RankEnv
 from jaxft.group.membership import Exit
 from jaxft.group.world import Generation
@@ -20,6 +24,9 @@ from jaxft.launch.options import KILL_S, RunOptions
 from jaxft.status.events import EventLog
 
 PERSIST = "JAXFT_PERSIST"
+EXPORT = "JAXFT_EXPORT"
+STORE = "JAXFT_STORE"
+EXPORTER = (sys.executable, "-m", "jaxft.exporter")
 FULL_BYTES = 4096
 
 
@@ -75,24 +82,28 @@ class Ranks:
         return self._writes is not None and (self._chatty or self._writes.fileno() < 0)
 
     def start(self, generation: Generation, index: int) -> None:
-        """Starts the ranks of the host with this index; all earlier ones are dead."""
+        """Starts the ranks of the host with this index, the job's own or, in an export, one that
+        writes to storage; all earlier ones are dead."""
         assert not self._children
         self.generation = generation.number
         first, logs = generation.first_rank(index), []
+        more = export_environment(generation, self._options)
+        command = EXPORTER if more else self._options.command
+        quiet = self._console.quiet or generation.export is not None
         for rank in range(first, first + generation.hosts[index].ranks):
             log = self._options.logs() / f"gen{generation.number}-rank{rank}.log"
-            env = rank_environment(generation, self._options.host, rank, self._smp)
+            env = rank_environment(generation, self._options.host, rank, self._smp) | more
             _fresh_log(log)
-            child = Child(self._options.command, env=env, log=log)
+            child = Child(command, env=env, log=log)
             self._children[rank] = child
             logs.append(log)
-            if not self._console.quiet:
+            if not quiet:
                 self._followers.append(LogFollower(self._console, rank, log))
             self._events.emit(
                 "rank_started", rank=rank, pid=child.pid, generation=generation.number
             )
         self._rank_file.write(list(self._children.values()))
-        self._writes = None if self._console.quiet else Writes(logs)
+        self._writes = None if quiet else Writes(logs)
         self._chatty = True
 
     def poll(self) -> None:
@@ -172,6 +183,14 @@ def _fresh_log(log: Path) -> None:
     log.touch(mode=0o600)
 
 
+def export_environment(generation: Generation, options: RunOptions) -> dict[str, str]:
+    """What an exporter has beside a rank's environment; nothing where the generation trains."""
+    if generation.export is None:
+        return {}
+    where = msgspec.json.encode(generation.export).decode()
+    return {EXPORT: where, STORE: options.store, **options.store_access().to_environ()}
+
+
 def rank_environment(
     generation: Generation,
     host: str,
@@ -182,10 +201,11 @@ def rank_environment(
     """The environment of a rank: this process's own, in which this generation's variables win.
 
     Python's output is not buffered (unless that was asked for otherwise), so that the last lines
-    of a rank that is killed are in its log.
+    of a rank that is killed are in its log. It has no secrets of the agent's.
     """
     env = dict(os.environ if environ is None else environ)
-    env.pop(PERSIST, None)
+    for name in (PERSIST, EXPORT, STORE, *config.SECRETS):
+        env.pop(name, None)
     env.setdefault("PYTHONUNBUFFERED", "1")
     place = RankEnv(
         job=generation.job,
@@ -196,5 +216,6 @@ def rank_environment(
         ranks=generation.rank_count,
         coordinator=generation.coordinator,
         smp=str(smp),
+        address=next((one.ip for one in generation.hosts if one.host == host), ""),
     )
     return env | place.to_environ()

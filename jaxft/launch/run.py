@@ -13,11 +13,13 @@ import msgspec
 from jaxft import config, faults
 from jaxft.errors import ConfigError, JaxftError, JobInUse, StoreError
 from jaxft.group.records import JobEnd
+from jaxft.launch.addresses import own_address
 from jaxft.launch.agent import Agent, Interrupted
 from jaxft.launch.console import Console
 from jaxft.launch.hostdir import local_job, local_store
 from jaxft.launch.local import LocalWorld
 from jaxft.launch.options import RunOptions
+from jaxft.launch.stores import etcd_endpoints
 
 EXIT_OK = 0
 EXIT_SCRIPT = 1
@@ -70,6 +72,37 @@ def check_command(command: tuple[str, ...]) -> None:
         if Path(command[0]).is_file():
             remedy = f"it is not executable; for a Python script: -- python {command[0]}"
         raise ConfigError(f"command not found: {command[0]} ({remedy})")
+
+
+def placed(options: RunOptions, address: str, interface: str, *, one_machine: bool) -> RunOptions:
+    """The options with this host's address, if the job's hosts may be on several machines.
+
+    Args:
+        address, interface: as a person has said; "": as the environment says, or as is found.
+        one_machine: all hosts are on this one.
+
+    Raises:
+        ConfigError: what was said cannot be.
+        LaunchError: the store cannot be reached from here.
+    """
+    endpoints = etcd_endpoints(options.store)
+    if one_machine or not endpoints:
+        said = {
+            "--address": address,
+            "--interface": interface,
+            "--job-key-file": options.job_key_file,
+            "--trust-network": options.trust_network,
+        }
+        for option in (option for option, value in said.items() if value):
+            raise ConfigError(
+                f"{option} is for hosts on several machines, which meet in etcd: say "
+                "--store etcds://HOST:PORT, and not --local-hosts"
+            )
+        return options
+    if not (address or interface):
+        address, interface = config.own_address()
+    found = own_address(endpoints, address=address, interface=interface)
+    return msgspec.structs.replace(options, address=found)
 
 
 def check_environ() -> None:

@@ -23,21 +23,26 @@ import contextlib
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
+from jaxft import config
 from jaxft.errors import LaunchError, WireError
 from jaxft.group.world import Generation
 from jaxft.host import protocol
+from jaxft.host.job_key import JobKey
 from jaxft.host.local import LocalChannel, connect
+from jaxft.host.trust import Trust
 from jaxft.launch.console import last_lines
+from jaxft.launch.hostdir import ReservedPort, with_port
 from jaxft.launch.options import RunOptions
 
 SOCKET = "smp.sock"
@@ -142,11 +147,19 @@ class SnapshotProcess:
         self._polled_s = time.monotonic()
         self._deaths: deque[float] = deque(maxlen=DEATHS_MAX)
         self._unheard = 0
+        self._trust: Trust | None = None
+        self._address = ""  # where it was last, its ports are kept
+        self._ports: list[ReservedPort] = []
         self.pid = 0
         self.welcome: protocol.Welcome | None = None
 
-    def begin(self) -> None:
-        """Adopts the SMP that a dead agent left, or starts one."""
+    def begin(self, trust: Trust | None = None) -> None:
+        """Adopts the SMP that a dead agent left, or starts one.
+
+        Args:
+            trust: by what it and its peers on other machines are to know each other.
+        """
+        self._trust = trust
         if not self.adopt():
             self._start()
 
@@ -277,6 +290,8 @@ class SnapshotProcess:
             _is_readable(self._pidfd, STOP_S)
         self._bury()
         self._let_memory_go()
+        for port in self._ports:
+            port.close()
         self._turns.close()
 
     # -------------------------------------------------------------------- starting
@@ -292,19 +307,36 @@ class SnapshotProcess:
         command += ["--bandwidth-max", str(self._options.bandwidth_bytes_per_s)]
         if self._fds:
             command += ["--fds", ",".join(map(str, self._fds))]
-        with self._log.open("ab") as log:
+        if self._options.address:
+            command += ["--listen", self._places()]
+        with self._log.open("ab") as log, contextlib.ExitStack() as stack:
+            passed = self._fds
+            if self._trust is not None:
+                key = stack.enter_context(_in_pipe(self._trust.key))
+                command += ["--key-fd", str(key)]
+                command += ["--trust-network"] * self._trust.clear
+                passed += (key,)
             self._child = subprocess.Popen(
                 command,
+                env=_without_secrets(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                pass_fds=self._fds,
+                pass_fds=passed,
                 start_new_session=True,
             )
         self.pid = self._child.pid
         self._pidfd = os.pidfd_open(self.pid)
         self._how = "restarted" if self._fds else "started"
         self._expect_answer(START_S)
+
+    def _places(self) -> str:
+        """Where it is to listen: always at the same ports, which its peers know."""
+        host = self._options.address
+        if not self._ports:
+            numbers = _ports_at(self._address, host) or (0, 0)
+            self._ports = [ReservedPort(host, one, socket.SO_REUSEADDR) for one in numbers]
+        return ",".join(f"tcp://{port.address}" for port in self._ports)
 
     def _mind_deaths(self) -> None:
         now_s = time.monotonic()
@@ -362,7 +394,12 @@ class SnapshotProcess:
                 message = protocol.decode_server(payload)
                 if isinstance(message, protocol.Welcome):
                     self._let_memory_go()
-                    self._fds, self.welcome = fds, message
+                    self._fds, self._address = fds, message.address
+                    if wrong := self._is_wrong(message):
+                        self._say(f"the SMP (pid {self.pid}) {wrong}: it is started again")
+                        self.kill()
+                        continue
+                    self.welcome = message
                     self._unheard = 0
                     self._deadline_s = None
                     self._turns.begin()
@@ -379,6 +416,13 @@ class SnapshotProcess:
             self.kill()
         return happened
 
+    def _is_wrong(self, welcome: protocol.Welcome) -> str:
+        """Why one that was adopted cannot stay as it is; its memory can."""
+        host, name = self._options.address, self._trust.name if self._trust is not None else ""
+        if bool(host) != bool(_ports_at(welcome.address, host)):
+            return f"is at {welcome.address}, and this host is at {host or 'a Unix socket'} now"
+        return "has another job key, or another way to use it" if welcome.trust != name else ""
+
     def _listen_to_the_end(self) -> None:
         """What a dead SMP has said last may carry descriptors, which are closed."""
         if self._channel is not None:
@@ -386,6 +430,31 @@ class SnapshotProcess:
 
     def _expect_answer(self, within_s: float) -> None:
         self._deadline_s = time.monotonic() + within_s
+
+
+@contextlib.contextmanager
+def _in_pipe(key: JobKey) -> Iterator[int]:
+    """The descriptor of a pipe that the job's key is in, for a child that inherits it."""
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    try:
+        os.write(writing, bytes.fromhex(key.text))
+        os.close(writing)
+        yield reading
+    finally:
+        os.close(reading)
+
+
+def _without_secrets() -> dict[str, str]:
+    """This process's environment, as far as it is anybody else's business."""
+    return {name: value for name, value in os.environ.items() if name not in config.SECRETS}
+
+
+def _ports_at(address: str, host: str) -> tuple[int, ...]:
+    """The ports of "control,bulk" addresses, if they are TCP addresses of this host."""
+    places = [place.rpartition(":") for place in address.split(",")]
+    return tuple(
+        int(port) for at, _, port in places if host and at == f"tcp://{with_port(host, 0)[:-2]}"
+    )
 
 
 def _is_readable(fd: int, timeout_s: float = 0.0) -> bool:

@@ -3,7 +3,8 @@
 It is the agent of a world of one host whose rank it did not start: it keeps the SMP, gives every
 script that attaches (see `host.attach`) a generation of its own, and starts persist helpers. When
 the script says that it has finished, the SMP and its memory go; when it dies, they wait `orphan_s`
-for the next one. No store is needed: the generation's number is in the SMP's memory.
+for the next one. Before they go, the newest snapshot is written to storage, if it has a place.
+No store is needed: the generation's number is in the SMP's memory.
 
 A keeper that is killed leaves the SMP and the script, which starts the next keeper. That adopts the
 SMP and takes the script back in its generation. Until then the place is the script's, as long as it
@@ -30,13 +31,18 @@ from jaxft.group.placement import form_groups
 from jaxft.group.world import Code, Generation, Member
 from jaxft.host import attach, protocol
 from jaxft.host.local import LocalChannel, LocalListener, make_private
+from jaxft.launch.child import Child, kill_all
+from jaxft.launch.console import last_lines
 from jaxft.launch.hostdir import Lock, remove
-from jaxft.launch.options import RunOptions
+from jaxft.launch.options import KILL_S, RunOptions
 from jaxft.launch.persisting import Persisting
+from jaxft.launch.progress import ProgressLog
+from jaxft.launch.ranks import EXPORTER, export_environment, rank_environment
 from jaxft.launch.smp_process import SnapshotProcess, Up
 
 TICK_S = 0.1
 ORPHAN_S = 600.0
+EXPORT_S = 600.0
 
 
 class Solo:
@@ -68,6 +74,7 @@ class Solo:
         self._left_over: dict[int, int] = {}  # scripts of a dead keeper that live, with pidfds
         self._asking: list[LocalChannel] = []
         self._persisting = Persisting(self.options, self._smp)
+        self._progress = ProgressLog()
         self._finished = False
         self._told_to_end = False
         self._left_s = time.monotonic()
@@ -90,6 +97,7 @@ class Solo:
                 self._serve()
                 if failure := self._persisting.poll():
                     _say(failure)
+            self._export()
         except BaseException as error:
             reason = str(error) or repr(error)
             raise
@@ -100,6 +108,36 @@ class Solo:
         self._told_to_end = True
         with contextlib.suppress(OSError):  # It is closed in the end.
             os.write(self._wake_w, b"!")
+
+    def _export(self) -> None:
+        """Writes the newest snapshot to storage, if it has a place there and is not there yet. A
+        script that comes meanwhile waits for the next keeper."""
+        export, welcome = self._progress.unsaved, self._smp.welcome
+        if export is None or welcome is None or self._told_to_end:
+            return
+        generation = msgspec.structs.replace(
+            self._next_generation(welcome), attached=False, export=export, reason="the job ends"
+        )
+        self._persisting.leave()
+        self._smp.enter(generation)
+        env = rank_environment(generation, self.options.host, 0, self._smp.socket)
+        log = self.options.logs() / "export.log"
+        child = Child(EXPORTER, env=env | export_environment(generation, self.options), log=log)
+        deadline_s = time.monotonic() + EXPORT_S
+        try:
+            while child.status() is None and not self._is_told(deadline_s):
+                select.select([child.pidfd, self._wake_r], [], [], TICK_S)
+                for happening in self._smp.poll():
+                    self._smp_happened(happening)
+        finally:
+            kill_all([child], KILL_S)
+        if child.status() == 0:
+            _say(f"step {self._progress.step} is on storage, in {export.directory}")
+        else:
+            _say(f"the newest snapshot did not get to storage: {last_lines(log, lines=1)}")
+
+    def _is_told(self, deadline_s: float) -> bool:
+        return self._told_to_end or time.monotonic() > deadline_s
 
     def _over(self) -> bool:
         if self._who_sits_there() is not None:
@@ -150,6 +188,8 @@ class Solo:
                 _say(f"the world of one cannot go on: {reason}")
             case protocol.Announced(kind=kind, detail=detail):
                 _say(f"{kind} {detail}")
+                if kind in ("settled", "committed", "persisted"):
+                    self._progress.announced(kind, detail)
             case _:
                 pass
 
@@ -197,6 +237,8 @@ class Solo:
         assert wish.generation is not None
         self._number = wish.generation.number
         self._enter(script, wish.generation)
+        if self._smp.welcome is not None:
+            self._progress.come_back(self._smp.welcome.options)
         _say(f"process {script.peer_pid} has come back, in generation {self._number}")
 
     # -------------------------------------------------------------------- scripts
@@ -258,6 +300,7 @@ class Solo:
         self._script, self._generation = script, generation
         self._nobody_is_left()
         self._persisting.leave()
+        self._progress.enter(generation)
         self._smp.enter(generation)
         env = config.RankEnv(
             job=self.options.job,

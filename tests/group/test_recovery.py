@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from jaxft.group.manifest import SnapshotId
@@ -63,3 +64,18 @@ def test_what_was_abandoned_is_not_missed() -> None:
 
 def test_a_fresh_start_misses_nothing() -> None:
     assert choose(holders(), attempt=1, fresh=True, expected=LOST).newest_known is None
+
+
+def test_a_checkpoint_does_not_need_the_snapshot_that_was_aborted() -> None:
+    """Whoever wrote it had the state from elsewhere."""
+    knowing = [
+        msgspec.structs.replace(
+            one.ledger, decided=LOST, committed=OLDER, generation=1, lineage=(Lineage(1, None),)
+        )
+        for one in holders(OLDER)
+    ]
+    aware = [Holder(name, name, one) for name, one in zip(PAIR.hosts, knowing, strict=True)]
+    entry = StorageEntry(step=30, id=LOST)
+    plan = choose(aware, attempt=1, storage=[entry])
+    assert (plan.storage, plan.reasons) == (entry, ("snapshot 1.3: aborted",))
+    assert choose(aware, attempt=1).chosen == OLDER

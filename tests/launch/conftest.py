@@ -15,12 +15,15 @@ from pathlib import Path
 import pytest
 
 from jaxft import launch
+from jaxft.config import StoreAccess
 from jaxft.errors import StoreError
 from jaxft.launch.stores import open_store
 
 START_S = 20.0
 
-collect_ignore = [] if shutil.which("etcd") else ["test_store_etcd.py"]
+collect_ignore = (
+    [] if shutil.which("etcd") else ["test_store_etcd.py", "test_store_etcd_private.py"]
+)
 
 
 def free_ports(count: int) -> list[int]:
@@ -36,8 +39,12 @@ def free_ports(count: int) -> list[int]:
 DIES_WITH_US = (sys.executable, "-I", "-S", str(Path(launch.__file__).with_name("rank_exec.py")))
 
 
-def start_etcd(program: str, directory: Path) -> tuple[subprocess.Popen[bytes], str]:
-    client, peer = (f"http://127.0.0.1:{port}" for port in free_ports(2))
+def start_etcd(
+    program: str, directory: Path, client: str = "", options: tuple[str, ...] = ()
+) -> tuple[subprocess.Popen[bytes], str]:
+    """Starts one, by default on any port and without TLS; returns its URL."""
+    free, peer = (f"http://127.0.0.1:{port}" for port in free_ports(2))
+    client = client or free
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ETCD")}
     if platform.machine() in ("aarch64", "arm64"):
         environment["ETCD_UNSUPPORTED_ARCH"] = "arm64"
@@ -47,9 +54,9 @@ def start_etcd(program: str, directory: Path) -> tuple[subprocess.Popen[bytes], 
         f"--listen-peer-urls {peer} --initial-advertise-peer-urls {peer} "
         f"--initial-cluster default={peer} --heartbeat-interval 50 --election-timeout 500"
     )
-    with open(f"{directory}.log", "wb") as log:
+    with open(f"{directory}.log", "ab") as log:
         process = subprocess.Popen(
-            [*DIES_WITH_US, str(os.getpid()), program, *arguments.split()],
+            [*DIES_WITH_US, str(os.getpid()), program, *arguments.split(), *options],
             env=environment,
             stdout=log,
             stderr=log,
@@ -57,12 +64,12 @@ def start_etcd(program: str, directory: Path) -> tuple[subprocess.Popen[bytes], 
     return process, client.replace("http", "etcd")
 
 
-def answers(process: subprocess.Popen[bytes], url: str) -> bool:
+def answers(process: subprocess.Popen[bytes], url: str, access: StoreAccess | None = None) -> bool:
     """Waits until etcd answers; False if it ended (its port was taken) or took too long."""
     deadline_s = time.monotonic() + START_S
     while process.poll() is None and time.monotonic() < deadline_s:
         try:
-            open_store(url, job="ready?").close()
+            open_store(url, job="ready?", access=access).close()
             return True
         except StoreError:
             time.sleep(0.05)

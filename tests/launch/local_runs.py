@@ -190,11 +190,14 @@ class Run:
         return found
 
     def files(self) -> list[str]:
-        """All files and directories that are left of the run, logs aside."""
+        """All files and directories that are left of the run, logs aside, and the note where its
+        checkpoints are."""
         return [
             str(path.relative_to(self.run_dir))
             for path in self.run_dir.rglob("*")
-            if "logs" not in path.parts and not (path.is_dir() and any(path.iterdir()))
+            if "logs" not in path.parts
+            and not path.name.startswith(".checkpoints")
+            and not (path.is_dir() and any(path.iterdir()))
         ]
 
     def assert_nothing_left(self) -> None:

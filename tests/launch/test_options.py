@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
+from jaxft.__main__ import app
 from jaxft.errors import ConfigError
 from jaxft.launch.options import RunOptions, parse_rate
+from jaxft.launch.run import placed
 
 RUN = RunOptions(job="j", host="a", command=("true",), store="")
 
@@ -40,3 +43,43 @@ def test_what_is_no_rate_is_refused_with_an_example(text: str) -> None:
 
 def test_without_a_rate_there_is_no_limit() -> None:
     assert RUN.bandwidth_bytes_per_s == 0
+
+
+APART = msgspec.structs.replace(RUN, store="etcd://127.0.0.1:2379")
+
+
+@pytest.mark.parametrize("environ", [{}, {"JAXFT_ADDRESS": "127.0.0.1"}])
+def test_hosts_that_meet_on_this_machine_need_no_address(
+    environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert placed(RUN, "", "", one_machine=False).address == ""
+    assert placed(APART, "", "", one_machine=True).address == ""
+    assert placed(APART, "", "", one_machine=False).address == environ.get("JAXFT_ADDRESS", "")
+
+
+def test_an_option_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXFT_INTERFACE", "none-such")
+    assert placed(APART, "127.0.0.1", "", one_machine=False).address == "127.0.0.1"
+    with pytest.raises(ConfigError, match="--interface none-such: there is none"):
+        placed(APART, "", "", one_machine=False)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ("--address", "127.0.0.1"),
+        ("--interface", "lo"),
+        ("--job-key-file", "key"),
+        ("--trust-network",),
+    ],
+)
+@pytest.mark.parametrize("where", [("--local-hosts", "2"), ("--hosts", "1")])
+def test_what_is_for_several_machines_is_refused_on_one(
+    said: tuple[str, ...], where: tuple[str, ...]
+) -> None:
+    ended = CliRunner().invoke(app, ["run", *where, *said, "--", "true"])
+    assert ended.exit_code == 2
+    assert f"{said[0]} is for hosts on several machines" in ended.output
+    assert "--store etcds://" in ended.output

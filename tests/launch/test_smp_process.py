@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import time
@@ -12,12 +13,15 @@ from pathlib import Path
 import pytest
 
 from jaxft.host import protocol
+from jaxft.host.job_key import JobKey
+from jaxft.host.trust import Trust
 from jaxft.launch import smp_process
 from jaxft.launch.options import RunOptions
 from jaxft.launch.smp_process import Died, Happening, SnapshotProcess, Up
 
 WAIT_S = 20.0
 SILENCE_S = 0.8
+OPTIONS = RunOptions(job="j", host="a", command=("true",), store="", silence_s=SILENCE_S)
 
 
 class Clock:
@@ -39,13 +43,15 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class Watched:
     """The agent's loop, as far as it looks after its SMP."""
 
-    def __init__(self, directory: Path) -> None:
-        options = RunOptions(job="j", host="a", command=("true",), store="", silence_s=SILENCE_S)
+    def __init__(
+        self, directory: Path, options: RunOptions = OPTIONS, trust: Trust | None = None
+    ) -> None:
         self.said: list[str] = []
         self.smp = SnapshotProcess(options, directory, directory / "smp.log", self.said.append)
-        self.smp.begin()
-        self.up = self.until(lambda one: isinstance(one, Up))
-        assert isinstance(self.up, Up)
+        self.smp.begin(trust)
+        up = self.until(lambda one: isinstance(one, Up))
+        assert isinstance(up, Up)
+        self.up = up
 
     def until(self, wanted: Callable[[Happening], bool]) -> Happening:
         deadline_s = time.monotonic() + WAIT_S
@@ -88,8 +94,41 @@ def test_one_that_hangs_is_killed_and_started_on_its_memory(watched: Watched) ->
     assert died.pid == hanging
     again = watched.until(lambda one: isinstance(one, Up))
     assert isinstance(again, Up)
-    assert (again.how, again.welcome.arena) == ("restarted", watched.up.welcome.arena)  # type: ignore[union-attr]
+    assert (again.how, again.welcome.arena) == ("restarted", watched.up.welcome.arena)
     assert watched.said == [f"the SMP (pid {hanging}) does not answer and is killed"]
+
+
+def test_one_at_an_address_is_found_there_again_on_its_memory(tmp_path: Path) -> None:
+    """After its death, and by an agent that has another key for it. No key can be seen."""
+    options = RunOptions(job="j", host="a", command=("true",), store="", address="127.0.0.1")
+    keys = [JobKey.make(), JobKey.make()]
+    first = Watched(tmp_path, options, Trust(keys[0]))
+    second: Watched | None = None
+    try:
+        up = first.up
+        assert re.fullmatch(r"(tcp://127\.0\.0\.1:\d+,?){2}", up.welcome.address)
+        assert up.welcome.trust == Trust(keys[0]).name
+        process = Path(f"/proc/{first.smp.pid}")
+        for seen in ("cmdline", "environ"):
+            content = (process / seen).read_bytes()
+            assert keys[0].text.encode() not in content
+            assert bytes.fromhex(keys[0].text) not in content
+        first.signal(signal.SIGKILL)
+        again = first.until(lambda one: isinstance(one, Up))
+        assert isinstance(again, Up)
+        second = Watched(tmp_path, options, Trust(keys[1], clear=True))
+        assert second.up.welcome.trust == Trust(keys[1], clear=True).name
+        assert [one.removesuffix(")").split(") ")[1] for one in second.said] == [
+            "has another job key, or another way to use it: it is started again"
+        ]
+        for other in (again, second.up):
+            assert other.how == "restarted"
+            assert other.welcome.address == up.welcome.address
+            assert other.welcome.arena == up.welcome.arena
+    finally:
+        if second is not None:
+            second.smp.stop()
+        first.smp.stop()
 
 
 def test_one_that_has_nothing_to_do_is_left_alone(watched: Watched) -> None:

@@ -1,7 +1,7 @@
-"""A script whose every step is a collective of all ranks: `python trainer.py BASE EVERY`.
+"""A script whose every step is a collective of all ranks: `python trainer.py BASE EVERY [PERSIST]`.
 
 It goes on until the step that the file BASE/last names, and writes what it does, one JSON object a
-line, to BASE/rank-RANK.
+line, to BASE/rank-RANK. With PERSIST, snapshots so many steps apart go to BASE/checkpoints.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ def main() -> None:
     state = {"w": jax.make_array_from_callback(zeros.shape, sharding, lambda at: zeros[at])}
     train = jax.jit(lambda state: {"w": jnp.mean(state["w"]) + 1 + 0 * state["w"]})
     step = 0
-    with jaxft.Snapshotter(every=every) as snapshotter:
+    fallback = None
+    if sys.argv[3:]:
+        fallback = jaxft.OrbaxFallback(base / "checkpoints", every=int(sys.argv[3]))
+    with jaxft.Snapshotter(every=every, fallback=fallback) as snapshotter:
         restored = snapshotter.restore(state)
         if restored is not None:
             state, step = restored.state, restored.step

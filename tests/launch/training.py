@@ -45,8 +45,9 @@ class Training:
 
 
 @contextlib.contextmanager
-def train(every: int, *options: str) -> Iterator[Training]:
-    """Two hosts that take a snapshot every so many steps."""
+def train(every: int, *options: str, persist: int = 0, **env: str) -> Iterator[Training]:
+    """Two hosts that take a snapshot every so many steps, and persist one every `persist` steps."""
     command = (sys.executable, TRAINER, "BASE", str(every))
-    with run("--local-hosts", "2", "--settle-s", "1", *options, command=command) as world:
+    command += (str(persist),) if persist else ()
+    with run("--local-hosts", "2", "--settle-s", "1", *options, command=command, **env) as world:
         yield Training(world)

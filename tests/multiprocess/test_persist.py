@@ -272,7 +272,8 @@ def test_a_snapshot_is_persisted_and_read_by_all(hosts: list[Host], tmp_path: Pa
         assert not world.take(1)
         step, result, _ = world.persist(2)
         assert result == "written"
-        assert world.announced("persisted") == [{"step": step, "result": "written"}]
+        told = {"generation": 1, "step": step, "result": "written"}
+        assert world.announced("persisted") == [told]
     finally:
         world.close()
     port = free_port()
@@ -305,7 +306,7 @@ def check_ranks(answers: list[Any], step: int) -> None:
             assert found == digest(whole[cut])
 
 
-PHASES = {"ready": 1, "copied": 1, "writing": 1, "committing": 0, "written": 0}
+PHASES = {"ready": 1, "decided": 0, "copied": 1, "writing": 1, "committing": 0, "written": 0}
 
 
 def test_a_helper_killed_at_any_phase_loses_no_checkpoint(
@@ -339,22 +340,46 @@ def test_a_helper_killed_at_any_phase_loses_no_checkpoint(
         world.close()
 
 
+def mount(directory: Path, *options: str) -> None:
+    """A disk of memory; that needs root, as a full disk that is real does."""
+    command = ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(directory)]
+    subprocess.run(command, check=True, timeout=WAIT_S)
+
+
 def test_what_goes_wrong_is_said_and_the_next_order_works(alone: Host, tmp_path: Path) -> None:
+    """A file in the way, a full disk, a disk that cannot be written to: snapshots go on."""
     directory = tmp_path / "checkpoints"
     directory.write_text("a file")
     world = World([alone], directory)
-    try:
-        world.take(1)
-        step, result, _ = world.persist(2)
-        assert result.startswith("alone: FileExistsError")
-        assert str(directory) in result
-        directory.unlink()
+    step = 0
+
+    def persist() -> str:
+        nonlocal step
         world.take(step + 1)
         step, result, _ = world.persist(step + 2)
-        assert result == "written"
-        assert plainly(directory, step) == expected(step)
+        return result
+
+    try:
+        said = persist()
+        assert said.startswith("alone: FileExistsError")
+        assert str(directory) in said
+        directory.unlink()
+        directory.mkdir()
+        mount(directory, "size=20k")
+        assert "No space left" in persist() or "RESOURCE_EXHAUSTED" in world.result()
+        assert OrbaxFallback(directory).entries() == ()
+        mount(directory, "remount", "size=64m")
+        assert persist() == "written"
+        good = step
+        mount(directory, "remount", "ro")
+        assert "Read-only file system" in persist()
+        assert plainly(directory, good) == expected(good)
+        mount(directory, "remount", "rw")
+        assert persist() == "written"
+        assert [entry.step for entry in OrbaxFallback(directory).entries()] == [good, step]
     finally:
         world.close()
+        subprocess.run(["umount", str(directory)], check=False, capture_output=True)
 
 
 def test_a_helper_ends_with_its_generation(alone: Host, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 import pytest
 
@@ -104,4 +106,30 @@ def test_checkpoints_are_never_nearer_to_each_other_than_was_asked_for() -> None
     stage.host("b").helper_start_s = 0.05
     stage.until(lambda: len(stored) == 2)
     assert stored[1].step - stored[0].step >= 7
+    stage.peace()
+
+
+def test_helpers_are_ready_when_the_snapshot_that_is_due_commits() -> None:
+    """Once a persist has shown how long they take to start, they are started that much sooner."""
+    stage = Stage(every_steps=1, persist_every=30)
+    stored = stage.sim.storage
+    for name in ("a", "b", "c"):
+        stage.host(name).helper_start_s = 2.0
+    stage.until(lambda: len(stored) == 3)
+    assert [after.step - before.step for before, after in itertools.pairwise(stored)] == [30, 30]
+    stage.peace()
+
+
+def test_a_persist_that_failed_is_tried_again_before_the_next_is_due() -> None:
+    stage = Stage(every_steps=1, persist_every=2000)
+    stage.until(lambda: _copying(stage, "b"))
+    helper = stage.host("b").helper
+    assert helper is not None
+    helper._say("failed", "killed")
+    stage.until(lambda: any(kind == "persist_failed" for kind, _ in stage.sim.checker.announced))
+    failed_s = stage.sim.now
+    stage.run(55.0)
+    assert stage.sim.storage == []
+    stage.until(lambda: len(stage.sim.storage) == 1)
+    assert stage.sim.now - failed_s < 75.0
     stage.peace()

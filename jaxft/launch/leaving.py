@@ -1,0 +1,41 @@
+"""An agent that was told to end: how long it stays for the newest snapshot to get to storage.
+
+Rules
+- Its host's record says so at once. The hosts that stay go on without it, and it does not wait for
+  them; where every host was told, they write an export together (`group.ending`).
+- Signals do not come at the same moment everywhere: it looks OTHERS_S for others that are told, and
+  then goes. Once all are, it stays `persist_grace_s` at most, counted from its own signal.
+"""
+
+from __future__ import annotations
+
+import time
+
+from jaxft.group.ending import is_told
+from jaxft.group.records import View
+from jaxft.launch.options import RunOptions
+
+OTHERS_S = 1.0
+
+
+class Leaving:
+    """From the signal on.
+
+    Args:
+        options: of the run.
+    """
+
+    def __init__(self, options: RunOptions) -> None:
+        self._deadline_s = time.monotonic() + options.term_grace_s + options.persist_grace_s
+        self._alone_s: float | None = None
+
+    def reason_to_go(self, view: View | None) -> str:
+        """Why it stays no longer; "" while it does. Ask once this host's ranks are dead."""
+        now_s = time.monotonic()
+        if now_s > self._deadline_s:
+            return "there was no more time for the newest snapshot to get to storage"
+        if view is not None and is_told(view):
+            self._alone_s = None
+            return ""
+        self._alone_s = self._alone_s or now_s
+        return "other hosts go on" if now_s - self._alone_s > OTHERS_S else ""
