@@ -1,4 +1,4 @@
-"""The command line: `jaxft run`, `jaxft demo`."""
+"""The command line: `jaxft run`, `jaxft demo`, `jaxft export`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from jaxft import __version__
 from jaxft.errors import ConfigError, JaxftError
 from jaxft.launch.hostdir import local_store
 from jaxft.launch.options import LOCAL_HOSTS_MAX, RunOptions, own_host_name, parse_hosts
-from jaxft.launch.run import EXIT_USAGE, EXIT_WORLD, check_command, fail
+from jaxft.launch.run import EXIT_USAGE, EXIT_WORLD, check_command, fail, placed
 from jaxft.launch.run import run_agent as agent
 from jaxft.launch.run import run_local as local
 
 # The panels of `jaxft run --help`.
 _WORLD = "World"
+_MACHINES = "Several machines"
 _WAITING = "Waiting, in seconds"
 _ANEW = "Going on, and starting anew"
 _OUTPUT = "Output"
@@ -71,7 +72,8 @@ def run(
     store: Annotated[
         str,
         typer.Option(
-            rich_help_panel=_WORLD, help="sqlite:///FILE (one machine) or etcd://HOST:PORT (many)."
+            rich_help_panel=_WORLD,
+            help="sqlite:///FILE (one machine), etcds://HOST:PORT (many; etcd:// without TLS).",
         ),
     ] = "",
     code: Annotated[
@@ -96,6 +98,51 @@ def run(
             rich_help_panel=_WORLD,
             help="Most bytes a second a host pulls to code a snapshot, like 2GB (default: any).",
         ),
+    ] = "",
+    address: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_MACHINES,
+            help="Where other hosts reach this one (default: where this one reaches the store "
+            "from). Also JAXFT_ADDRESS.",
+        ),
+    ] = "",
+    interface: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_MACHINES,
+            help="The network interface whose address that is. Also JAXFT_INTERFACE.",
+        ),
+    ] = "",
+    job_key_file: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_MACHINES,
+            help="The job's key, 64 hexadecimal digits, the same on all hosts (default: made, and "
+            "kept in the store). Also JAXFT_JOB_KEY, JAXFT_JOB_KEY_FILE.",
+        ),
+    ] = "",
+    trust_network: Annotated[
+        bool,
+        typer.Option(
+            "--trust-network",
+            rich_help_panel=_MACHINES,
+            help="Do not encrypt what goes from host to host; it must prove the key all the same.",
+        ),
+    ] = False,
+    store_ca: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_MACHINES,
+            help="Who may vouch for the store (default: whom the system trusts).",
+        ),
+    ] = "",
+    store_cert: Annotated[
+        str,
+        typer.Option(rich_help_panel=_MACHINES, help="The certificate to show to the store."),
+    ] = "",
+    store_key: Annotated[
+        str, typer.Option(rich_help_panel=_MACHINES, help="That certificate's private key.")
     ] = "",
     lease_s: Annotated[
         float, typer.Option(rich_help_panel=_WAITING, help="A host silent for so long is lost.")
@@ -148,6 +195,13 @@ def run(
             rich_help_panel=_WAITING, help="How long ending may take; on SIGTERM, a last snapshot."
         ),
     ] = 5.0,
+    persist_grace_s: Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=_WAITING,
+            help="How much more, on SIGTERM to all hosts, for that snapshot to get to storage.",
+        ),
+    ] = 20.0,
     restarts_max: Annotated[
         int,
         typer.Option(
@@ -196,6 +250,11 @@ def run(
             host=host or ("host0" if local_hosts else own_host_name()),
             command=tuple(command or ()),
             store=store or local_store(job),
+            store_ca=store_ca,
+            store_cert=store_cert,
+            store_key=store_key,
+            job_key_file=job_key_file,
+            trust_network=trust_network,
             hosts_min=low,
             hosts_max=high,
             code=code,
@@ -211,6 +270,7 @@ def run(
             form_timeout_s=form_timeout_s,
             exit_grace_s=exit_grace_s,
             term_grace_s=term_grace_s,
+            persist_grace_s=persist_grace_s,
             restarts_max=restarts_max,
             fresh=fresh,
             log_dir=log_dir or None,
@@ -221,12 +281,46 @@ def run(
                 f"--hosts {hosts}: several hosts need a place to meet: --store etcd://HOST:PORT, "
                 "or --local-hosts to run all of them on this machine"
             )
+        options = placed(options, address, interface, one_machine=bool(local_hosts))
     except ConfigError as error:
         fail(error)
         raise typer.Exit(EXIT_USAGE) from None
+    except JaxftError as error:
+        fail(error)
+        raise typer.Exit(EXIT_WORLD) from None
     if local_hosts:
         raise typer.Exit(local(options, local_hosts, respawn=respawn))
     raise typer.Exit(agent(options))
+
+
+@app.command()
+def export(
+    directory: Annotated[str, typer.Argument(help="Of checkpoints; made if it is not there.")],
+    job: Annotated[str, typer.Option(help="Name of the job.")] = "job",
+    step: Annotated[
+        int | None, typer.Option(help="Of the snapshot (default: the newest in memory).")
+    ] = None,
+    store: Annotated[
+        str, typer.Option(help="Of the job, if it has hosts on other machines: etcd://HOST:PORT.")
+    ] = "",
+) -> None:
+    """Writes a snapshot out of a job's memory to storage, as an Orbax checkpoint.
+
+    It only reads: the job may train, or its ranks or its agents may be dead. Run it on a host of
+    the job, as the same user. Exit status: 0 it is written, 2 no such job or step, 3 it cannot be
+    read or written.
+    """
+    from jaxft.salvage import main as export_by_hand
+
+    try:
+        written = export_by_hand(job, directory, step, store)
+    except ConfigError as error:
+        fail(error)
+        raise typer.Exit(EXIT_USAGE) from None
+    except (JaxftError, OSError, ValueError) as error:
+        fail(error)
+        raise typer.Exit(EXIT_WORLD) from None
+    typer.echo(f"step {written} of job {job} is in {directory}")
 
 
 @app.command(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from concurrent.futures import Future, InvalidStateError
-from typing import Any
+from typing import Any, Literal
 
 from jaxft.errors import JaxftError, SnapshotSkipped
 from jaxft.group.manifest import SnapshotId
@@ -21,6 +21,8 @@ class Receipt:
         code: what protects it: this host's group survives the loss of `code.parity` hosts. A world
             that is too small for the job's code has less; a lone host has 0.
         skipped: why the call was not due, the same on every rank; None if it was.
+        parity: "device" if the devices compute the parity of all that they can, in the program that
+            the call runs; "host" if the snapshot processes compute all of it.
         wait_s: how long the call waited for the snapshot before it to be decided, or to know which
             call is to be a snapshot out of turn.
         stall_s: how long the call took, `wait_s` included. A profile (jax.profiler) shows it as
@@ -39,6 +41,7 @@ class Receipt:
 
     id: SnapshotId | None = None
     skipped: str | None = None
+    parity: Literal["host", "device"] = "host"
     wait_s = 0.0
     stall_s = 0.0
 

@@ -15,8 +15,8 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
@@ -30,19 +30,21 @@ from jaxft.errors import (
     TreeMismatch,
 )
 from jaxft.extras import decode_extras
-from jaxft.group.manifest import Manifest, SnapshotId
+from jaxft.faults import reach
+from jaxft.group.manifest import CHUNK, Manifest, SnapshotId
 from jaxft.group.messages import Damage, Plan
 from jaxft.host import protocol as p
-from jaxft.host.checked import BadChunks, CheckedSegment
+from jaxft.host.checked import BadChunks, CheckedSegment, Making
 from jaxft.host.client import SmpClient
 from jaxft.host.layout import GroupLayout, decode_manifest
-from jaxft.host.memory import Bytes
+from jaxft.host.memory import Arena, Bytes
 
 if TYPE_CHECKING:
     from jaxft.fallback import OrbaxFallback
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count(1)
+T = TypeVar("T")
 _EVERY_RANK = (
     "every rank has to make its Snapshotter and to call restore: see what the others print"
 )
@@ -136,26 +138,58 @@ class SnapshotReader:
 
     def assemble(self, targets: Targets) -> Any:
         """The tree, from bytes that were all checked."""
+        while True:
+            try:
+                return self._assemble(targets)
+            except _MakerLost:
+                continue
+
+    def _assemble(self, targets: Targets) -> Any:
         pieces = needs(targets)
         views: dict[int, list[tuple[int, Bytes]]] = {}
-        number = next(_numbers)
-        with self._own_segment(targets) as own:
+        segments: dict[int, CheckedSegment] = {}
 
-            def read(host: int, offset: int, nbytes: int) -> Bytes:
-                if own is not None and host == own.host:
-                    return own.read(offset, nbytes)
-                return _find(views, host, offset, nbytes)
+        def read(host: int, offset: int, nbytes: int) -> Bytes:
+            if host in segments:
+                return segments[host].read(offset, nbytes)
+            return _find(views, host, offset, nbytes)
 
+        with contextlib.ExitStack() as opened:
             try:
+                own = opened.enter_context(self._own_segment(targets))
                 if own is not None:
+                    segments[own.host] = own
                     pieces.pop(own.host, None)
-                views.update(self._fetch(number, pieces))
+                for extents in self._asked_together(pieces):
+                    arrivals = self.client.arrivals
+                    told, arena = opened.enter_context(self._fetched(extents))
+                    if told.made_at is None:
+                        views.update(_views(extents, told, arena))
+                    else:
+                        host = extents[0].host
+                        made = self._made_segment(targets, host, arena, told.made_at, arrivals)
+                        segments[host] = opened.enter_context(made)
                 return assemble(targets, read)
             except BadChunks as error:
                 raise self._damaged(error) from error
             finally:
                 views.clear()
-                self.client.say(p.Release(number=number))
+
+    def _asked_together(self, pieces: dict[int, list[tuple[int, int]]]) -> list[list[p.Extent]]:
+        """What is fetched: each segment that is rebuilt on this host on its own, since its memory
+        is mapped, and before the others, which are waited for."""
+        told = self.client.plan
+        here = {
+            one.host
+            for one in (told.plan.segments if told is not None and self.attempt is not None else ())
+            if one.rebuilt and one.address == self.client.welcome.address
+        }
+        extents = {
+            host: [p.Extent(host, start, start + nbytes) for start, nbytes in spans]
+            for host, spans in pieces.items()
+        }
+        others = [one for host in extents if host not in here for one in extents[host]]
+        return [*(extents[host] for host in extents if host in here), *([others] if others else [])]
 
     @contextlib.contextmanager
     def _own_segment(self, targets: Targets) -> Iterator[CheckedSegment | None]:
@@ -165,10 +199,38 @@ class SnapshotReader:
             return
         slot, place = self.own
         manifest = self.manifests[place]
-        wanted = ((at, nbytes) for host, at, nbytes in reads(targets) if host == place)
         arena = self.client.slot(slot, manifest.length)
+        wanted = _of_host(targets, place)
         with CheckedSegment(arena, manifest, wanted, timeout_s=self.timeout_s) as own:
             yield own
+
+    def _made_segment(
+        self, targets: Targets, host: int, arena: Arena, made_at: int, arrivals: int
+    ) -> CheckedSegment:
+        """A segment that the SMP is rebuilding, mapped: each piece is taken as soon as it is there.
+
+        Args:
+            arrivals: the client's, from before it was asked for: the SMP that is started after
+                this one died begins it anew, in other memory.
+        """
+
+        def look() -> None:
+            self._unless_replanned(None)
+            if self.client.failure is not None:
+                raise self.client.failure
+            if self.client.arrivals != arrivals:
+                raise _MakerLost
+
+        reach("restore.making", rank=self.client.hello.rank)
+        manifest = self.manifests[host]
+        made = arena.view(made_at, -(-manifest.length // CHUNK))
+        return CheckedSegment(
+            arena,
+            manifest,
+            _of_host(targets, host),
+            timeout_s=self.timeout_s,
+            making=Making(made, look),
+        )
 
     def _damaged(self, error: BadChunks) -> _Damaged:
         """What was found damaged, as the root is to know it."""
@@ -181,18 +243,12 @@ class SnapshotReader:
             "memory do not have their checksums; they count as lost",
         )
 
-    def _fetch(
-        self, number: int, pieces: dict[int, list[tuple[int, int]]]
-    ) -> dict[int, list[tuple[int, Bytes]]]:
-        """Pieces of other segments, brought and checked by the SMP."""
-        extents = tuple(
-            p.Extent(host, start, start + nbytes)
-            for host, spans in pieces.items()
-            for start, nbytes in spans
-        )
-        if not extents:
-            return {}
-        self.client.say(p.Fetch(number=number, id=self.id, extents=extents), open_as="fetch")
+    @contextlib.contextmanager
+    def _fetched(self, extents: Sequence[p.Extent]) -> Iterator[tuple[p.Fetched, Arena]]:
+        """Pieces of other segments, in memory that the SMP brings or makes them in."""
+        number = next(_numbers)
+        fetch = p.Fetch(number=number, id=self.id, extents=tuple(extents))
+        self.client.say(fetch, open_as="fetch")
         told, arena = self.client.wait(
             lambda: self._unless_replanned(self.client.fetched.pop(number, None)),
             self.timeout_s,
@@ -203,12 +259,31 @@ class SnapshotReader:
             raise _Damaged(told.damaged, told.error)
         if told.error or arena is None:
             raise JaxftError(told.error)
-        views: dict[int, list[tuple[int, Bytes]]] = {}
-        for extent, offset in zip(extents, told.offsets, strict=True):
-            view = arena.view(offset, extent.stop - extent.start)
-            views.setdefault(extent.host, []).append((extent.start, view))
-        arena.close()
-        return views
+        try:
+            yield told, arena
+        finally:
+            arena.close()
+            self.client.say(p.Release(number=number))
+
+
+def _of_host(targets: Targets, host: int) -> Iterator[tuple[int, int]]:
+    """(offset, bytes) of every piece of a segment, in the order they are used in."""
+    return ((at, nbytes) for holder, at, nbytes in reads(targets) if holder == host)
+
+
+def _views(
+    extents: Sequence[p.Extent], told: p.Fetched, arena: Arena
+) -> dict[int, list[tuple[int, Bytes]]]:
+    """The extents where they lie, by host, each with its place in the segment."""
+    views: dict[int, list[tuple[int, Bytes]]] = {}
+    for extent, offset in zip(extents, told.offsets, strict=True):
+        view = arena.view(offset, extent.stop - extent.start)
+        views.setdefault(extent.host, []).append((extent.start, view))
+    return views
+
+
+class _MakerLost(Exception):
+    """The SMP that was making a segment is gone; another will begin it anew."""
 
 
 class _Replanned(Exception):
@@ -238,12 +313,25 @@ def restore(
         NothingRecoverable: there was a committed snapshot and nothing can give it back.
         RestoreTimeout: the others did not come within `timeout_s`.
     """
+
+    def follow(told: p.PlanTold) -> Restored | None:
+        return _follow(client, told, like, rank, fallback, strict, timeout_s)
+
+    return agree(client, follow, timeout_s)
+
+
+def agree(client: SmpClient, follow: Callable[[p.PlanTold], T], timeout_s: float) -> T:
+    """What `follow` makes of the plan that all ranks have followed, and so verified.
+
+    Raises:
+        RestoreTimeout: the others did not come within `timeout_s`.
+    """
     attempt = 0
     while True:
         told = _next_plan(client, attempt, timeout_s)
         attempt = told.plan.attempt
         try:
-            restored = _follow(client, told, like, rank, fallback, strict, timeout_s)
+            found = follow(told)
         except _Replanned:
             continue
         except _Damaged as error:
@@ -253,7 +341,7 @@ def restore(
             continue
         client.say(p.Restored(attempt=attempt, how="verified"), open_as="restored")
         if _settled(client, attempt, timeout_s):
-            return restored
+            return found
 
 
 def _next_plan(client: SmpClient, after: int, timeout_s: float) -> p.PlanTold:

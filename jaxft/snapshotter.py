@@ -20,13 +20,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
+import jax
 import msgspec
 from jax.profiler import TraceAnnotation
 
 from jaxft import config
-from jaxft.device.shards import Plan, PlanCache
+from jaxft.device.lanes import Rings, find_rings
+from jaxft.device.shards import Plan, PlanCache, Processes
 from jaxft.device.transfer import (
     StagedLeaves,
     Staging,
@@ -50,7 +52,7 @@ from jaxft.extras import encode_extras
 from jaxft.fallback import OrbaxFallback
 from jaxft.faults import arm, reach
 from jaxft.group.manifest import Part, SnapshotId
-from jaxft.group.messages import Measured, Outcome, Turn
+from jaxft.group.messages import Measured, Outcome, RankOptions, Turn
 from jaxft.group.world import Code
 from jaxft.host import protocol as p
 from jaxft.host.client import SmpClient, greeting
@@ -62,6 +64,8 @@ from jaxft.startup import leaves_by, rank_options, take_seat
 from jaxft.status.events import EventLog
 
 _log = logging.getLogger(__name__)
+
+Parity = Literal["host", "device"]
 
 
 class _Job(NamedTuple):
@@ -100,6 +104,11 @@ class Snapshotter:
         staging: how the bytes are kept until they are copied: "view" (the default on CPU),
             "pinned_host" (the default elsewhere) or "device". With "view", `save` waits for a step
             that still computes the state: JAX gives no hold on a buffer before.
+        parity: who computes what protects the snapshots: "host", the snapshot processes; or
+            "device", the devices, in the program that a step which `jaxft.wrap` has made runs. What
+            they do not have alike (small and uneven leaves, NumPy arrays), and what `save` itself
+            takes, is left to the hosts. By default what JAXFT_PARITY says, else "host"; the same on
+            all ranks.
         fallback: where checkpoints go and come from when memory is not enough.
         fresh: begin anew, whatever the job's memory holds.
         job: the job's name in a script that was not started by `jaxft run` (named after the script
@@ -122,6 +131,7 @@ class Snapshotter:
         *,
         every: int | str | Auto = 10,
         staging: Staging | None = None,
+        parity: Parity | None = None,
         fallback: OrbaxFallback | None = None,
         fresh: bool = False,
         job: str | None = None,
@@ -130,13 +140,15 @@ class Snapshotter:
     ) -> None:
         arm(config.faults_text())
         self.staging = check_staging(staging)
+        self.parity = _check_parity(parity or config.parity() or "host")
         self.timeout_s = _check_seconds("timeout_s", timeout_s)
         self.save_wait_s = _check_seconds("save_wait_s", save_wait_s)
         self.fallback = fallback
         self._fresh = fresh
-        options = rank_options(every, fallback)
-        self._seat = take_seat(job, options.newest_generation)
+        rank_options(every, None)  # what cannot work is refused first
+        self._seat = take_seat(job, lambda: rank_options(every, fallback).newest_generation)
         self.env = self._seat.env
+        options = self._options(every)
         hello = greeting(
             "rank",
             generation=self.env.generation,
@@ -150,7 +162,9 @@ class Snapshotter:
             self._seat.leave()
             raise
         self._events = EventLog(config.events_dir(), host=self.env.host, role="rank")
-        self._plans = PlanCache()
+        self.rings = self._find_rings()
+        self._plans = PlanCache(rings=self.rings)
+        self._wraps = False
         self._gatherer = gatherer_for(self.staging)
         self._lock = threading.Lock()  # guards the next six, which both threads change
         self._quiet: _Quiet | None = None
@@ -167,6 +181,30 @@ class Snapshotter:
         self._worker.start()
         self.client.listeners.append(self._heard)
         self.client.failure_listeners.append(self._end_receipts)
+
+    def _options(self, every: int | str | Auto) -> RankOptions:
+        """What this rank asks of its world. Another job's checkpoints are refused: restoring would
+        take them for this job's own."""
+        try:
+            if self.fallback is not None:
+                self.fallback.check_job(self.env.job)
+            return rank_options(every, self.fallback)
+        except BaseException:
+            self._seat.leave()
+            raise
+
+    def _find_rings(self) -> Rings | None:
+        """Which devices code with each other, if they are to, and this world is one where they can:
+        all ranks find the same."""
+        welcome = self.client.welcome
+        if self.parity == "host" or not any(group.parity for group in welcome.groups):
+            return None
+        world = Processes.here()
+        try:
+            return find_rings(welcome.groups, welcome.ranks, jax.devices(), world.of, world.index)
+        except ConfigError as error:
+            _log.warning('parity="device": the hosts compute all parity in this world: %s', error)
+            return None
 
     # -------------------------------------------------------------------- restore
 
@@ -244,7 +282,7 @@ class Snapshotter:
 
     # -------------------------------------------------------------------- save
 
-    def save(self, step: int, state: Any, extras: Any = None) -> Receipt:
+    def save(self, step: int, state: Any, extras: Any = None, *, force: bool = False) -> Receipt:
         """Takes a snapshot if one is due. The state may be donated as soon as this returns.
 
         Args:
@@ -252,6 +290,7 @@ class Snapshotter:
             state: any tree of arrays.
             extras: small host values of this rank that belong to this step (None, bool, int, float,
                 str, bytes, and lists and dicts of these), for example a data iterator's position.
+            force: this call is due, whatever the interval says; every rank says so of the same one.
 
         Returns:
             A Receipt. A call that is not due is `skipped`, on every rank alike, and does not look
@@ -268,11 +307,11 @@ class Snapshotter:
         began_s = time.monotonic()
         if type(step) is not int:
             step = _check_step(step)
-        receipt = self._skip(step, began_s)
+        receipt = None if force else self._skip(step, began_s)
         if receipt is not None:
             return receipt
         with TraceAnnotation("jaxft.save"):  # what a profile of the training shows it as
-            receipt = self._save(step, state, extras, began_s)
+            receipt = self._save(step, state, extras, began_s, force=force)
         receipt.stall_s = time.monotonic() - began_s
         return receipt
 
@@ -289,12 +328,18 @@ class Snapshotter:
                 raises comes through, and ends the snapshot.
         """
         began_s = time.monotonic()
+        self._wraps = True
         step = _check_step(step)
         receipt = self._skip(step, began_s)
         if receipt is None:
             receipt = self._save(step, state(), extras(), began_s, run)
             receipt.stall_s = time.monotonic() - began_s
         return receipt
+
+    def skip(self, step: int) -> Receipt | None:
+        """`save` in a call that is known not to be due, for whoever has to make the state and the
+        extras first. None: it may be due, and `save` has to be called."""
+        return self._skip(_check_step(step), time.monotonic())
 
     def _skip(self, step: int, now_s: float) -> Receipt | None:
         """A call that is known not to be due. Most calls are, each just after a step that has left
@@ -313,7 +358,14 @@ class Snapshotter:
         return receipt
 
     def _save(
-        self, step: int, state: Any, extras: Any, now_s: float, run: RunStep | None = None
+        self,
+        step: int,
+        state: Any,
+        extras: Any,
+        now_s: float,
+        run: RunStep | None = None,
+        *,
+        force: bool = False,
     ) -> Receipt:
         if self._closed:
             raise ConfigError("save was called after close")
@@ -324,7 +376,7 @@ class Snapshotter:
         self._schedule.called(step, now_s)
         with self._lock:
             self._quiet = None
-            self._schedule.enter()
+            self._schedule.enter(forced=force)
         self._meter_called(step, state, now_s)
         planned = None
         if self._schedule.is_due(step):  # a tree that cannot be saved is refused before it begins
@@ -477,10 +529,12 @@ class Snapshotter:
         staged: StagedLeaves | StagingError
         try:
             if run is None:
+                self._mind_parity(plan, seq)
                 staged = stage_leaves(plan, values, self.staging, self._gatherer)
             else:
                 stage = functools.partial(stage_leaves, plan, values, self.staging, self._gatherer)
                 staged = run(receipt.id, plan, values, stage)
+                receipt.parity = "device" if staged.parity_bytes else "host"
         except StagingError as error:
             self._fail(receipt, error)
             staged = error
@@ -492,6 +546,16 @@ class Snapshotter:
         finally:
             step_s, call = self._schedule.step_s, self._schedule.calls
             self._jobs.put(_Job(seq, step, plan, staged, extras, receipt, step_s, call, measured))
+
+    def _mind_parity(self, plan: Plan, seq: int) -> None:
+        """Says once that `save` leaves parity to the hosts. (What `restore` has brought, the start
+        and the end are saved by it in a script that wraps its step, too.)"""
+        if plan.lanes is not None and seq > 0 and not self._wraps:
+            self._wraps = True
+            _log.warning(
+                'parity="device" is for steps that jaxft.wrap has made: the hosts compute the '
+                "parity of what save takes"
+            )
 
     # -------------------------------------------------------------------- the background thread
 
@@ -525,19 +589,22 @@ class Snapshotter:
         if job.seq not in client.granted:  # the bytes are not kept for as long as that lasts
             raise SnapshotAborted(f"it had no slot yet: {client.held}")
         granted = client.granted[job.seq]
-        arena = client.slot(granted.slot, granted.base + job.plan.length)
-        arena.map_pages(granted.base, job.plan.length)
-        view = arena.view(granted.base, job.plan.length)
+        nbytes = job.staged.length
+        arena = client.slot(granted.slot, granted.base + nbytes)
+        arena.map_pages(granted.base, nbytes)
+        view = arena.view(granted.base, nbytes)
         reach("stage.granted", rank=self.env.rank, seq=job.seq, step=job.step)
         checksums = job.staged.copy_into(view, on_progress=lambda done: self._copied(job, done))
         reach("stage.copied", rank=self.env.rank, seq=job.seq, step=job.step)
         part = Part(
             rank=self.env.rank,
             base=granted.base,
-            length=job.plan.length,
+            length=nbytes,
             ranges=job.plan.ranges,
             checksums=checksums,
             extras=job.extras,
+            lanes=job.plan.spans,
+            parity=job.plan.length if job.staged.parity_bytes else 0,
         )
         leaves = msgspec.msgpack.encode(job.staged.leaves + job.plan.empty)
         client.say(p.Staged(seq=job.seq, part=part, leaves=leaves), open_as="staged")
@@ -545,14 +612,20 @@ class Snapshotter:
 
     def _want_slot(self, job: _Job) -> None:
         self.client.close_open("staged", "failed")
+        nbytes, given = job.plan.length, 0
+        if isinstance(job.staged, StagedLeaves) and job.staged.parity_bytes:
+            assert job.plan.lanes is not None, "there is no parity without lanes"
+            nbytes = job.staged.length
+            given = job.plan.lanes.end + job.staged.parity_bytes
         want = p.WantSlot(
             seq=job.seq,
             step=job.step,
             plan=job.plan.digest,
-            nbytes=job.plan.length,
+            nbytes=nbytes,
             step_s=job.step_s,
             call=job.call,
             measured=job.measured,
+            given=given,
         )
         self.client.say(want, open_as="slot")
 
@@ -692,6 +765,17 @@ class Snapshotter:
         with self._lock:
             return self._latest_step
 
+    def is_due(self, step: int) -> bool:
+        """Would a call of `save` with this step take a snapshot, unless what is on its way now, or
+        one out of turn, changes that? It does not count as a call."""
+        with self._lock:
+            return self._schedule.is_due(step)
+
+    @property
+    def next_seq(self) -> int:
+        """The number that the next snapshot will have in its identity."""
+        return self._schedule.seq
+
     @property
     def step(self) -> int | None:
         """The step of the last call of `save`, or what was restored; None before either."""
@@ -751,6 +835,14 @@ class Snapshotter:
             self.close(timeout_s=1.0, failing=True)
         except JaxftError as also:
             _log.error("while the script was failing: %s", also)
+
+
+def _check_parity(parity: str) -> Parity:
+    known: Parity
+    for known in get_args(Parity):
+        if parity == known:
+            return known
+    raise ConfigError(f'parity={parity!r} (or JAXFT_PARITY): expected "host" or "device"')
 
 
 def _check_seconds(name: str, value: float) -> float:

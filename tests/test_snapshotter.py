@@ -192,6 +192,7 @@ def test_intervals(every: int | str, parsed: tuple[int, float]) -> None:
         ({"every": "0s"}, 'every="0s": expected a time'),
         ({"every": "3m"}, 'every="3m": expected a time'),
         ({"staging": "disk"}, "staging='disk': expected one of view, pinned_host, device"),
+        ({"parity": "gpu"}, """parity='gpu' (or JAXFT_PARITY): expected "host" or "device\""""),
         ({"timeout_s": 0}, "timeout_s=0: expected more than 0"),
         ({"save_wait_s": -1}, "save_wait_s=-1: expected more than 0"),
     ],
@@ -199,6 +200,21 @@ def test_intervals(every: int | str, parsed: tuple[int, float]) -> None:
 def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None:
     with pytest.raises(jaxft.ConfigError, match=re.escape(message)):
         jaxft.Snapshotter(**options)
+
+
+def test_the_environment_may_say_who_computes_parity(
+    lone: Lone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One host has no other that could hold any: nothing of its plans is different."""
+    monkeypatch.setenv("JAXFT_PARITY", "device")
+    with lone.open(every=1) as snapshotter:
+        assert snapshotter.parity == "device"
+        receipt = snapshotter.save(0, {"x": jnp.zeros((64, 900))})
+        receipt.protected.result(WAIT_S)
+        assert receipt.parity == "host"
+        assert snapshotter.rings is None
+    with lone.open(every=1, parity="host") as snapshotter:
+        assert snapshotter.parity == "host"
 
 
 def test_another_job_than_the_agents(lone: Lone) -> None:

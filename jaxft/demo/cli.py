@@ -46,6 +46,9 @@ def demo(
     wrap: Annotated[
         bool, typer.Option("--wrap", help="Save with jaxft.wrap instead of save.")
     ] = False,
+    parity: Annotated[
+        str, typer.Option(help="Who computes parity: host, or device (with --wrap).")
+    ] = "host",
     fallback: Annotated[
         bool,
         typer.Option("--fallback", help="Write Orbax checkpoints even if no failure needs one."),
@@ -75,6 +78,7 @@ def demo(
         fallback=fallback,
         fail=fail or [],
         wrap=wrap,
+        parity=parity,
     )
     if json_file is not None and not os.access(json_file.absolute().parent, os.W_OK):
         raise ConfigError(f"--json {json_file}: its directory has to be there and writable")

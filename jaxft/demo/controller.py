@@ -167,6 +167,7 @@ class _World:
             command.append("--digests")
         if options.wrap:
             command.append("--wrap")
+        command += ["--parity", options.parity]
         if options.fallback and failures:
             command += ["--fallback", str(self.directory / "orbax")]
         return command

@@ -165,7 +165,7 @@ def exceeds_parity(failure: Failure, *, hosts: int, code: Code) -> bool:
 class DemoOptions:
     """What the demo is asked to do; made by `plan_demo`, which checks it.
 
-    `wrap`: the ranks train with `jaxft.wrap`, not with `save`.
+    `wrap`: the ranks train with `jaxft.wrap`, not with `save`. `parity`: who computes it.
 
     `fallback`: Orbax checkpoints are written, one soon after each start of the world (they take
     four more JAX processes on the same cores).
@@ -180,6 +180,7 @@ class DemoOptions:
     fallback: bool
     failures: tuple[Failure, ...]
     wrap: bool = False
+    parity: str = "host"
 
     @property
     def hosts_min(self) -> int:
@@ -215,6 +216,7 @@ def plan_demo(
     fallback: bool,
     fail: Sequence[str],
     wrap: bool = False,
+    parity: str = "host",
 ) -> DemoOptions:
     """Checks what was asked for; storage is used where a failure of the plan needs it.
 
@@ -228,6 +230,10 @@ def plan_demo(
             f"--steps {steps} --every {every}: needs at least 2 steps, and 1 to {steps} between "
             "snapshots"
         )
+    if parity not in ("host", "device"):
+        raise ConfigError(f"--parity {parity}: expected host or device")
+    if parity == "device" and not wrap:
+        raise ConfigError("--parity device: devices compute it in a wrapped step: say --wrap, too")
     parsed = Code.parse(code)
     if parsed.parity >= hosts:
         raise ConfigError(
@@ -245,6 +251,7 @@ def plan_demo(
         fallback=fallback or any(exceeds_parity(f, hosts=hosts, code=parsed) for f in failures),
         failures=failures,
         wrap=wrap,
+        parity=parity,
     )
     first_step = 2 + 2 * every
     if options.pause_step is not None and failures[0].at_step < first_step:

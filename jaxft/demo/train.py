@@ -39,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = model.fit(mesh, shape, "data")
     log = DemoLog(options)
 
-    with jaxft.Snapshotter(every=options.every, fallback=_fallback(options)) as snapshotter:
+    with jaxft.Snapshotter(
+        every=options.every, parity=options.parity, fallback=_fallback(options)
+    ) as snapshotter:
         restored = snapshotter.restore(like)
         if restored is None:
             first, state = 0, model.first_state(like, options.seed)
@@ -94,7 +96,7 @@ class DemoLog:
 
     def stalled(self, step: int, receipt: jaxft.Receipt | None) -> None:
         if receipt is not None and receipt.skipped is None:
-            self._emit("stall", step=step, stall_s=receipt.stall_s)
+            self._emit("stall", step=step, stall_s=receipt.stall_s, parity=receipt.parity)
 
     def saved(self, step: int, state: model.State) -> None:
         if self._options.digests:
@@ -150,6 +152,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rows", type=int, default=24, help="rows of a batch of the whole world")
     parser.add_argument("--wrap", action="store_true", help="save with jaxft.wrap")
+    parser.add_argument("--parity", default="host", help="who computes it: host, or device")
     parser.add_argument(
         "--fallback", default="", help="directory of Orbax checkpoints, one a generation"
     )

@@ -91,7 +91,8 @@ class RankFailed(_Value, frozen=True):
 
 
 class SlotWanted(_Value, frozen=True):
-    """A rank has reached the call of `save` that is snapshot `seq`."""
+    """A rank has reached the call of `save` that is snapshot `seq`. Of its bytes, `given` are
+    parity that its devices have made, and what that protects."""
 
     rank: int
     seq: int
@@ -101,6 +102,7 @@ class SlotWanted(_Value, frozen=True):
     step_s: float = 0.0
     call: int = 0
     measured: Measured = Measured()
+    given: int = 0
 
 
 class PartStaged(_Value, frozen=True):
@@ -126,6 +128,19 @@ class SnapshotMissed(_Value, frozen=True):
     step: int
     reason: str
     call: int = 0
+
+
+class HoldWanted(_Value, frozen=True):
+    """A process of this host, known as `who`, reads a snapshot: its slot is not to be granted."""
+
+    who: int
+    id: SnapshotId
+
+
+class HoldOver(_Value, frozen=True):
+    """It reads no more, or is gone."""
+
+    who: int
 
 
 class TurnWanted(_Value, frozen=True):
@@ -224,12 +239,14 @@ class SendManifest(_Value, frozen=True):
 
 class Grant(_Value, frozen=True):
     """Make `slot` hold `nbytes`, then let each rank write at its base. The ledger says already
-    that the slot means nothing. `bases` are (rank, base, length)."""
+    that the slot means nothing. `bases` are (rank, base, length). `given` of these bytes need no
+    more parity."""
 
     id: SnapshotId
     slot: int
     nbytes: int
     bases: tuple[tuple[int, int, int], ...]
+    given: int = 0
 
 
 class Seal(_Value, frozen=True):
@@ -343,6 +360,8 @@ Event = (
     | PartStaged
     | StagingFailed
     | SnapshotMissed
+    | HoldWanted
+    | HoldOver
     | TurnWanted
     | TurnAnswered
     | GrantFailed

@@ -18,7 +18,7 @@ import msgspec
 
 from jaxft.group.placement import form_groups
 from jaxft.group.records import HostRecord, Progress, View
-from jaxft.group.world import Code, Generation, Member
+from jaxft.group.world import Code, Export, Generation, Member
 
 
 def next_generation(
@@ -31,6 +31,7 @@ def next_generation(
     hosts_max: int,
     nonce: str,
     reason: str,
+    export: Export | None = None,
 ) -> Generation:
     """The generation after the newest one.
 
@@ -41,6 +42,7 @@ def next_generation(
         job, code, hosts_max: what the job asks for.
         nonce: random.
         reason: for people.
+        export: its ranks write what it goes on from there, one on each host.
     """
     hosts = in_order(choose(view, ready, hosts_max), view.generation)
     names = {record.host for record in hosts}
@@ -48,11 +50,14 @@ def next_generation(
     lenders = [record.member() for record in spares if has_memory(view, record)]
     fresh = _fresh(view, hosts)
     protected = Progress() if fresh else view.newest_progress
+    members = [record.member() for record in hosts]
+    if export is not None:
+        members = [msgspec.structs.replace(member, ranks=1) for member in members]
     return Generation(
         job=job,
         number=view.next_number,
         nonce=nonce,
-        hosts=tuple(record.member() for record in hosts),
+        hosts=tuple(members),
         groups=form_groups(len(hosts), code, [record.domain for record in hosts]),
         code=code,
         coordinator=hosts[0].coordinator,
@@ -60,6 +65,7 @@ def next_generation(
         fresh=fresh,
         expected=protected.snapshot,
         expected_step=protected.step,
+        export=export,
         reason=reason,
     )
 

@@ -45,6 +45,8 @@ from jaxft.group.timing import RESEND_S, Timing
 from jaxft.group.world import Generation, World
 
 LINEAGE_MAX = 64
+# For so long a slot is kept for a process that reads it, which may have been stopped.
+HOLD_S = 300.0
 # A directive is answered, if the last status is older than this.
 ANSWER_S = RESEND_S / 2
 
@@ -64,6 +66,7 @@ class Keeper:
         self.generation: Generation | None = None
         self.frozen = False
         self._entering: Generation | None = None
+        self._holds: dict[int, tuple[SnapshotId, float]] = {}
         self._version = ledger.boots << 32
         self._forget_generation()
 
@@ -126,6 +129,7 @@ class Keeper:
             pins.add(outcome.committed)
         elif self.ledger.settled and self.ledger.lineage[-1].base is not None:
             pins.add(self.ledger.lineage[-1].base)
+        pins.update(held for held, until_s in self._holds.values() if self._awake_s < until_s)
         order = self.ledger.persist
         if order is not None and order.pinned and order.id is not None:
             pins.add(order.id)
@@ -263,6 +267,10 @@ class Keeper:
             case e.StagingFailed(_, seq, reason):
                 if seq == self.next_seq:
                     self._snapshot_failure = self._snapshot_failure or reason
+            case e.HoldWanted(who, identity):
+                self._holds[who] = (identity, now_s + HOLD_S)
+            case e.HoldOver(who):
+                self._holds.pop(who, None)
             case e.TurnWanted(reason):
                 return self._turn_wanted(reason)
             case e.TurnAnswered(rank, number, call):
@@ -559,13 +567,14 @@ class Keeper:
         )
         self._set_slot(number, record)
         self._granted = True
-        bases, base = [], 0
+        bases, base, given = [], 0, 0
         for rank in ranks:
+            given += self._asks[rank].given
             bases.append((rank, base, self._asks[rank].nbytes))
             base = align(base + self._asks[rank].nbytes, CHUNK)
         return [
             e.WriteLedger(self.ledger),
-            e.Grant(self.next_id, number, base, tuple(bases)),
+            e.Grant(self.next_id, number, base, tuple(bases), given),
         ]
 
     def _has_segment(self, number: int) -> bool:

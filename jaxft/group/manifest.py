@@ -9,6 +9,12 @@ A range is a box of one leaf: rows `start[0]` to `stop[0]` of one shard, in C or
 canonical bytes (the dtype's own little-endian bytes; one byte an element for types below a byte,
 with the unused high bits zero; the key data of a typed PRNG key).
 
+Where devices code, a part is `lanes` of whole chunks, one after the other: one for each device of
+its rank, and a last one for what is on none of these. If they have coded this snapshot, the parity
+that this host holds of each of the devices' lanes lies behind them, in the part as well:
+
+    | lane of device 0 | lane of device 1 | ... | rest | parity of lane 0 | parity of lane 1 | ... |
+
 Checksums are xxh3_64 of every CHUNK of a part (the last one may be short), as little-endian
 uint64, so that any piece that starts at a multiple of CHUNK can be checked on its own.
 """
@@ -62,7 +68,12 @@ class Range(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """What one rank put into the segment: `length` bytes at `base` of the segment."""
+    """What one rank put into the segment: `length` bytes at `base` of the segment.
+
+    `lanes` are (offset, length) within the part; without any, the host's parts are one lane in all.
+    `parity` is where in the part the parity begins that the devices have made of all lanes but the
+    last; 0: the hosts make it.
+    """
 
     rank: int
     base: int
@@ -70,6 +81,8 @@ class Part(msgspec.Struct, frozen=True):
     ranges: tuple[Range, ...]
     checksums: bytes
     extras: bytes = b""
+    lanes: tuple[tuple[int, int], ...] = ()
+    parity: int = 0
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):

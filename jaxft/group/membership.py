@@ -20,6 +20,8 @@ Rules
   waits until all of their leases have been gone for longer than a cut-off member trains on.
 - Hosts keep their places from generation to generation, and so ranks keep their numbers; a newcomer
   takes the place of a lost host.
+- Hosts that were told to end are in no generation but an export (`ending`), which comes before
+  every end.
 - Durations are counted by `Observer` from what it saw itself. When it has not looked for
   `late_s`, it was paused, it or the machine, and all counts begin again: a pause expires nobody.
 """
@@ -31,6 +33,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from jaxft.group.ending import ending, in_words, is_told, wanted_export
 from jaxft.group.formation import natural, next_generation
 from jaxft.group.records import (
     DONE,
@@ -44,12 +47,13 @@ from jaxft.group.records import (
     JobEnd,
     View,
 )
-from jaxft.group.world import Code, Generation, Member
+from jaxft.group.world import Code, Export, Generation, Member
 
 # Failures that a restart may or may not mend; the others are losses, after which it does.
 FAILURES = frozenset({"rank_exited", "rank_killed", "left_behind", "smp_report"})
-LOSSES = frozenset({"host_lost", "memory_lost", "agent_restarted"})
+LOSSES = frozenset({"host_lost", "memory_lost", "agent_restarted", "told_to_end"})
 BACKOFF_S_MAX = 30.0
+TOLD = JobEnd(kind="told", reason="all hosts were told to end")
 FAULTS_KEPT = 16
 
 
@@ -64,6 +68,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     ranks. `late_s`: see the module. `restarts_max`: failures in a row without a newer snapshot.
     `early_s`: a script that fails sooner than this, twice in a row and before anything was
     restored, fails always. `steady_s`: a generation that ran longer was no failure in vain.
+    `export_s`: how long an export may take.
     """
 
     job: str
@@ -80,6 +85,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     restarts_max: int = 3
     early_s: float = 60.0
     steady_s: float = 600.0
+    export_s: float = 600.0
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +103,7 @@ class Me(msgspec.Struct, frozen=True, kw_only=True):
     `entered` is the generation it has entered last, `running` the one whose ranks it has not yet
     seen dead (0: none), `exits` are those of its ranks that ended by themselves. `report` is what
     its SMP, as the root, says is wrong with `entered`: (host, reason). `answers` says of hosts
-    without an agent whether their SMP can still be reached.
+    without an agent whether their SMP can still be reached. `leaving`: this agent was told to end.
     """
 
     host: str
@@ -107,6 +113,7 @@ class Me(msgspec.Struct, frozen=True, kw_only=True):
     exits: tuple[Exit, ...] = ()
     report: tuple[str, str] | None = None
     answers: Mapping[str, bool] = {}
+    leaving: bool = False
 
 
 # ------------------------------------------------------------------------------ decisions
@@ -122,12 +129,14 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Form(msgspec.Struct, frozen=True):
-    """Write the generation, if the revisions in `expect` still hold; its reason is in it."""
+    """Write the generation, if the revisions in `expect` still hold; its reason is in it. `end` is
+    what the job ends with after it, if it does."""
 
     generation: Generation
     expect: Mapping[str, int | None]
     delete: tuple[str, ...]
     reason: str
+    end: JobEnd | None = None
 
 
 class Enter(msgspec.Struct, frozen=True):
@@ -195,6 +204,8 @@ class Observer:
         self._now_s = now_s
         self._asked = set()
         decision = self._decide(view, me, nonce)
+        if isinstance(decision, Finish) and not decision.known:
+            decision = self._finish(view, me, decision.end, nonce)
         self._since = {key: self._since[key] for key in self._asked}
         return decision
 
@@ -220,7 +231,7 @@ class Observer:
         if me.running not in (0, generation.number):
             reason = f"generation {generation.number} has replaced generation {me.running}"
             return KillRanks(me.running, reason)
-        found = find_fault(view, me) or self._left_behind(view)
+        found = find_fault(view, me) or self._left_behind(view) or self._late_export(view)
         known = view.fault
         if found is not None and (
             known is None or (found.kind in LOSSES and known.kind in FAILURES)
@@ -231,7 +242,7 @@ class Observer:
                 found = msgspec.structs.replace(found, detail=detail)
             return DeclareFault(found, revision, found.detail)
         if known is None:
-            return self._live(view, me, generation)
+            return self._live(view, me, generation, nonce)
         if me.running or me.host in unacknowledged(view):
             return KillRanks(generation.number, known.detail)
         return self._form(view, me, nonce)
@@ -259,12 +270,28 @@ class Observer:
             rank=rank,
         )
 
-    def _live(self, view: View, me: Me, generation: Generation) -> Decision:
+    def _late_export(self, view: View) -> Fault | None:
+        generation = view.generation
+        assert generation is not None
+        if generation.export is None or is_done(view):
+            return None
+        if self._held_s("export", generation.number) <= self.rules.export_s:
+            return None
+        return Fault(
+            generation=generation.number,
+            host=generation.hosts[0].host,
+            kind="export_late",
+            detail=f"it was not written within {self.rules.export_s:g} s",
+        )
+
+    def _live(self, view: View, me: Me, generation: Generation, nonce: str) -> Decision:
         number = generation.number
-        if len(view.done) == generation.rank_count:
+        if is_done(view) and generation.export is not None and ending(view) is None:
+            return self._form(view, me, nonce)
+        if is_done(view):
             reason = f"all {generation.rank_count} ranks ended with status 0"
-            end = JobEnd(kind="finished", reason=reason, generation=number)
-            return Finish(end, False, reason)
+            end = ending(view) or JobEnd(kind="finished", reason=reason, generation=number)
+            return Finish(end, False, end.reason)
         done = tuple(gone.rank for gone in me.exits if gone.code == 0)
         if me.running == number and not view.done.issuperset(done):
             return ReportDone(number, done, f"ranks {_numbers(done)} ended with status 0")
@@ -294,10 +321,16 @@ class Observer:
             reason = f"{_names(busy)} still has ranks of the last generation to kill"
             return Wait(reason, rules.ack_s - busy_s)
         # Not before: a silent host may turn out to be lost, and the failure its consequence.
-        end = give_up(view, rules)
+        end = ending(view) or (TOLD if is_told(view) else give_up(view, rules))
         if end is not None:
             return Finish(end, False, end.reason)
-        ready = {host: record for host, record in view.hosts.items() if host not in busy}
+        if me.leaving:
+            return Wait("this host was told to end")
+        ready = {
+            host: record
+            for host, record in view.hosts.items()
+            if host not in busy and not record.leaving
+        }
         gone = () if last is None else tuple(m for m in last.hosts if m.host not in view.hosts)
         gone_s = self._held_s("gone", frozenset(member.agent for member in gone))
         if any(member.host not in me.answers for member in gone):
@@ -318,6 +351,8 @@ class Observer:
         wanted = f"{low}" if low == high else f"{low} to {high}"
         there = f"{len(ready)} of {wanted} hosts are there"
         if len(ready) < rules.hosts_min:
+            if (export := wanted_export(view)) is not None and ready:
+                return self._save_memory(view, me, ready, gone, export, nonce, there)
             return self._too_few(there, gone)
         wait_s = rules.settle_s - settled_s
         if any(me.answers[member.host] for member in gone):
@@ -325,6 +360,39 @@ class Observer:
         if wait_s > 0:
             return Wait(f"{there}; waits for more", wait_s, gone)
         return _form(view, ready, gone, me, rules, nonce, f"{there} and nobody else came")
+
+    def _save_memory(
+        self,
+        view: View,
+        me: Me,
+        ready: Mapping[str, HostRecord],
+        gone: tuple[Member, ...],
+        export: Export,
+        nonce: str,
+        there: str,
+    ) -> Decision:
+        """Too few hosts are there: what they hold goes to storage before more are waited for."""
+        wait_s = self.rules.settle_s - self._held_s("too few", True)
+        if any(me.answers[member.host] for member in gone):
+            wait_s += self.rules.agent_grace_s
+        if wait_s > 0:
+            return Wait(f"{there}; waits for more", wait_s, gone)
+        reason = f"{there}, so the newest snapshot goes to storage"
+        return _form(view, ready, gone, me, self.rules, nonce, reason, export)
+
+    def _finish(self, view: View, me: Me, end: JobEnd, nonce: str) -> Decision:
+        """The end, or the export that comes before it."""
+        export, last, busy = wanted_export(view), view.generation, unacknowledged(view)
+        ready = {host: record for host, record in view.hosts.items() if host not in busy}
+        if export is None or last is None or not ready:
+            end = in_words(view, end)
+            return Finish(end, False, end.reason)
+        gone = tuple(member for member in last.hosts if member.host not in view.hosts)
+        if any(member.host not in me.answers for member in gone):
+            return Wait(f"asks the SMPs of {_names(m.host for m in gone)}", 1.0, gone)
+        reason = f"{end.reason}: the newest snapshot goes to storage"
+        formed = _form(view, ready, gone, me, self.rules, nonce, reason, export)
+        return msgspec.structs.replace(formed, end=end)
 
     def _too_few(self, there: str, gone: tuple[Member, ...]) -> Decision:
         left_s = self.rules.form_timeout_s - self._held_s("too few", True)
@@ -341,11 +409,18 @@ class Observer:
 # ------------------------------------------------------------------------------ what is wrong
 
 
+def is_done(view: View) -> bool:
+    """Have all ranks of the newest generation ended well?"""
+    return view.generation is not None and len(view.done) == view.generation.rank_count
+
+
 def find_fault(view: View, me: Me) -> Fault | None:
     """What keeps the newest generation from going on, as far as can be seen at once."""
     generation = view.generation
     assert generation is not None
     number = generation.number
+    if is_done(view):
+        return None
     for member in (*generation.hosts, *generation.holders):
         holder = generation.index_of(member.host) is None
         if holder or _ranks_of(generation, member) <= view.done:
@@ -356,10 +431,15 @@ def find_fault(view: View, me: Me) -> Fault | None:
             return Fault(generation=number, host=member.host, kind=kind, detail=detail)
     if me.running == number:
         for gone in me.exits:
+            if gone.code != 0 and generation.export is not None:
+                return _export_fault(number, me.host, gone)
             if gone.code != 0:
                 return rank_fault(number, me.host, gone)
     index = generation.index_of(me.host)
     if me.entered == number and index is not None and me.running != number:
+        if me.leaving:
+            detail = f"{me.host} was told to end"
+            return Fault(generation=number, host=me.host, kind="told_to_end", detail=detail)
         detail = f"{me.host} was cut off from the store for too long and killed its ranks"
         return Fault(generation=number, host=me.host, kind="cut_off", detail=detail)
     if me.report is not None and me.entered == number:
@@ -398,10 +478,25 @@ def rank_fault(number: int, host: str, gone: Exit) -> Fault:
     )
 
 
+def _export_fault(number: int, host: str, gone: Exit) -> Fault:
+    how = f"status {gone.code}" if gone.code > 0 else f"signal {-gone.code}"
+    words = gone.tail.splitlines()[-1] if gone.tail else f"the exporter ended with {how}"
+    return Fault(
+        generation=number,
+        host=host,
+        kind="export_failed",
+        detail=f"{host}: {words}",
+        rank=gone.rank,
+        code=gone.code,
+        lived_s=gone.lived_s,
+        tail=gone.tail,
+    )
+
+
 def unacknowledged(view: View) -> frozenset[str]:
     """Live members of the faulty generation that may still have ranks of it."""
     generation = view.generation
-    if generation is None:
+    if generation is None or is_done(view):
         return frozenset()
     return frozenset(
         member.host
@@ -504,8 +599,9 @@ def give_up(view: View, rules: Rules) -> JobEnd | None:
     else:
         return None
     newest = view.newest_progress
-    # One of an earlier run is not in this one's memory.
-    if not lost and newest.snapshot is not None and newest.snapshot.generation > view.number:
+    # One of an earlier run is not in this one's memory. What has a place on storage gets there.
+    in_memory = newest.snapshot is not None and newest.snapshot.generation > view.number
+    if in_memory and not lost and newest.export is None:
         why += f"; the snapshot of step {newest.step} goes with the run's memory"
     return JobEnd(
         kind="world" if lost or fault.kind == "smp_report" else "script",
@@ -525,6 +621,7 @@ def _form(
     rules: Rules,
     nonce: str,
     there: str,
+    export: Export | None = None,
 ) -> Form:
     """Forms the next generation of the hosts that are `ready`; `gone` have lost their lease."""
     generation = next_generation(
@@ -536,6 +633,7 @@ def _form(
         hosts_max=rules.hosts_max,
         nonce=nonce,
         reason=there if view.fault is None else f"{view.fault.detail}; {there}",
+        export=export,
     )
     members = [member.host for member in (*generation.hosts, *generation.holders)]
     keys = [f"{HOST}{host}" for host in members if host in ready]

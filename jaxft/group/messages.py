@@ -114,8 +114,8 @@ class TurnAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 class PersistOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The root's word on persist `number`: helpers are wanted while `wanted`; `id` is what they
-    write, once it is decided; `pinned` until every helper has its copy; `result` "" while it goes
-    on, then "written" or why not."""
+    write, once it is decided, and `step` its step, before that the least that it may have; `pinned`
+    until every helper has its copy; `result` "" while it goes on, then "written" or why not."""
 
     number: int
     wanted: bool

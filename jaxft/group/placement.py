@@ -182,6 +182,19 @@ class LaneGeometry(msgspec.Struct, frozen=True):
         """(stripe, j) of the m parity fragments the member holds, in the order they are stored."""
         return tuple(((member - j) % self.n, j) for j in range(self.m))
 
+    # Who sends what to whom, where the members code each other's data at once
+
+    def shift(self, j: int, i: int) -> int:
+        """How many members behind the holder of data fragment i of a stripe the holder of its
+        parity j stands, the first following the last; the same for all stripes, never 0."""
+        return (j - self.m - i) % self.n
+
+    def order(self, member: int) -> tuple[int, ...]:
+        """For i = 0 .. k-1: which of the member's own k fragments is data fragment i of its
+        stripe."""
+        stripes = self.stripes_of_data(member)
+        return tuple(stripes.index((member - self.m - i) % self.n) for i in range(self.k))
+
     # Where it lies
 
     def data_range(self, member: int, stripe: int) -> Span:

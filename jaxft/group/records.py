@@ -7,8 +7,11 @@ fault/NUMBER       Fault: generation NUMBER cannot go on. The first to write it 
 progress/NUMBER    Progress: generation NUMBER has settled, and how far its snapshots are. The
                    newest one stays when older records go, also after a run that has failed
 done/NUMBER/NAME   the ranks of this host that ended with status 0 in generation NUMBER
+ending             JobEnd: what the job ends with, once its newest snapshot is on storage
 end                JobEnd: the job is over. Nothing but a new run of it replaces that
 number             the largest generation number of earlier runs
+job_key            the text of the job's key, where the hosts are on several machines and were not
+                   given one; it stays for later runs
 """
 
 from __future__ import annotations
@@ -20,15 +23,17 @@ import msgspec
 
 from jaxft.errors import LaunchError
 from jaxft.group.manifest import SnapshotId
-from jaxft.group.world import Generation, Member
+from jaxft.group.world import Export, Generation, Member
 
 HOST = "host/"
 GENERATION = "generation"
 FAULT = "fault/"
 PROGRESS = "progress/"
 DONE = "done/"
+ENDING = "ending"
 END = "end"
 NUMBER = "number"
+JOB_KEY = "job_key"
 
 
 class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,7 +43,8 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     `coordinator` is a reserved port, for the case that this host becomes the first. `newest` and
     `snapshot` are the largest generation and the newest snapshot that its memory knows of. `left`
     is the newest generation of this agent of which no rank lives here any more. `fresh`: the run
-    was started to ignore earlier memory.
+    was started to ignore earlier memory. `leaving`: it was told to end. `trust` is the name of what
+    hosts on other machines must have, to talk to this one.
     """
 
     host: str
@@ -52,6 +58,8 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     snapshot: SnapshotId | None = None
     left: int = 0
     fresh: bool = False
+    leaving: bool = False
+    trust: str = ""
 
     def member(self) -> Member:
         return Member(
@@ -75,6 +83,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         host_lost, memory_lost, agent_restarted, smp_moved    a member is not what it was
         cut_off                    a member could not reach the store, and killed its ranks
         memory_returned            a host with memory came before the generation had settled
+        told_to_end                a host was told to end
+        export_failed, export_late    the newest snapshot did not get to storage
 
     `rank` and `code` (negative: a signal) are of the rank that ended, `lived_s` is for how long it
     ran, `tail` the last lines of its log.
@@ -93,16 +103,24 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """The generation has settled, going on from step `base`; `step` is of its newest committed
     snapshot, or of the one it went on from while it has none, and `snapshot` is the identity of
-    that. -1 and None: there is none."""
+    that. -1 and None: there is none. `export` is where the job's checkpoints go, None if
+    nowhere; `stored` is the step of the newest one there that belongs to what was gone on from."""
 
     base: int = -1
     step: int = -1
     snapshot: SnapshotId | None = None
+    export: Export | None = None
+    stored: int = -1
+
+    @property
+    def unsaved(self) -> Export | None:
+        """Where the newest snapshot is to be written, if it is not there and can be."""
+        return self.export if self.snapshot is not None and self.step > self.stored else None
 
 
 class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """The job is over. `kind` is "finished", "script" (the training script is at fault) or "world"
-    (the world could not be formed, or could not go on)."""
+    """The job is over. `kind` is "finished", "script" (the training script is at fault), "world"
+    (the world could not be formed, or could not go on) or "told" (all hosts were told to end)."""
 
     kind: str
     reason: str
@@ -134,6 +152,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     faults: Mapping[int, Fault] = {}
     progress: Mapping[int, Progress] = {}
     done: frozenset[int] = frozenset()
+    ending: JobEnd | None = None
     end: JobEnd | None = None
     number: int = 0
 
@@ -179,6 +198,7 @@ def read_view(entries: Mapping[str, Entry]) -> View:
         faults=_numbered(entries, FAULT, Fault),
         progress=_numbered(entries, PROGRESS, Progress),
         done=frozenset(rank for ranks in ended for rank in ranks),
+        ending=_decode(ENDING, entries[ENDING], JobEnd) if ENDING in entries else None,
         end=_decode(END, entries[END], JobEnd) if END in entries else None,
         number=_decode(NUMBER, entries[NUMBER], int) if NUMBER in entries else 0,
     )

@@ -115,6 +115,8 @@ def choose(
         bases = {record.base for record in lineages}
         if identity not in bases and any(h.ledger.knows_aborted(identity) for h in holders):
             reasons.append(f"snapshot {identity}: aborted")
+            if identity in stored:  # whoever wrote that did not need the memory
+                return _from_storage(stored[identity], attempt, reasons, known)
             continue
         damaged = (damages or {}).get(identity, frozenset())
         shares, world = _shares(identity, holders, damaged)

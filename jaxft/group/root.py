@@ -43,6 +43,11 @@ from jaxft.group.world import Generation, Member
 
 ATTEMPTS_MAX = 8
 ANSWER_S = 10.0
+# How long persist helpers take to start, until that has been seen; and when a persist that failed
+# is tried again, if that is sooner than the next one is due: twice as late after each failure.
+LEAD_S = 15.0
+LEAD_MARGIN = 1.5
+PERSIST_RETRY_S = 60.0
 
 
 class Root:
@@ -69,6 +74,11 @@ class Root:
         self.sent_s = float("-inf")
         self._persist_number = ledger.boots * 1000
         self._persist_started_s = now_s
+        self._step_s = 0.0
+        self._persist_lead_s = LEAD_S
+        self._persist_ready = False
+        self._persist_failures = 0
+        self._persist_failed_s = now_s
         self._persist_from_step = None if ledger.persist is None else ledger.persist.step
         settled = ledger.settled
         self.directive = Directive(
@@ -323,8 +333,19 @@ class Root:
             "base": str(base) if base is not None else "",
             "nonce": base.nonce if base is not None else "",
             "step": plan.step if hows == {"verified"} else 0,
+            **self._storage(base),
         }
         return [e.Announce("settled", detail), *self._direct(now_s, settled=True, base=base)]
+
+    def _storage(self, base: SnapshotId | None) -> dict[str, str | int]:
+        """Where checkpoints go, and the step of the newest one that is not newer than `base`."""
+        first = self.statuses[self.generation.hosts[0].host].options or RankOptions()
+        stored = _stored_step(first, base)
+        return {
+            "directory": first.directory,
+            "keep": first.persist_keep,
+            "stored": -1 if stored is None else stored,
+        }
 
     def _all_finished(self, plan: Plan, current: dict[str, Status]) -> bool:
         holding = {address for _, address in plan.shares}
@@ -373,7 +394,7 @@ class Root:
         before = last.interval if last is not None else self.directive.interval
         turn = self.directive.turn
         taken = is_taken(turn, [one for one in reports.values() if one and one.seq == seq])
-        persist = decision.ok and self._persist_armed()
+        persist = decision.ok and self._persist_armed(decision.step)
         outcome = Outcome(
             seq=seq,
             step=decision.step,
@@ -393,6 +414,7 @@ class Root:
             turn = ended(turn, outcome)
         order = self.directive.persist
         if persist and order is not None:
+            self._persist_started_s = now_s
             order = msgspec.structs.replace(order, id=identity, step=decision.step, pinned=True)
         kind = "committed" if decision.ok else "aborted"
         detail: dict[str, str | int | float] = {
@@ -460,43 +482,50 @@ class Root:
                 states[member.host] = state.state
         return states
 
-    def _persist_armed(self) -> bool:
-        """Are all helpers ready for the next committed snapshot?"""
+    def _persist_armed(self, step: int) -> bool:
+        """Is the snapshot of this step, which is committed, due, and are all helpers ready?"""
         order = self.directive.persist
-        if order is None or not order.wanted or order.id is not None:
+        if order is None or not order.wanted or order.id is not None or step < order.step:
             return False
+        return self._all_ready()
+
+    def _all_ready(self) -> bool:
         states = self._persist_states()
         return len(states) == len(self.generation.hosts) and set(states.values()) == {"ready"}
 
-    def _persist_due(self) -> bool:
+    def _persist_due(self, now_s: float) -> int | None:
+        """The step that is to be persisted next, or the least one, if it is time to start helpers:
+        they are to be ready when its snapshot is committed."""
         first = self.statuses.get(self.generation.hosts[0].host)
         options = None if first is None else first.options
         outcome = self.directive.outcome
         if options is None or options.persist_every <= 0 or outcome is None or not outcome.ok:
-            return False
+            return None
         from_step = self._persist_from_step
         if from_step is None:
-            from_step = self._stored_step(options)
-        return from_step is None or outcome.step >= from_step + options.persist_every
-
-    def _stored_step(self, options: RankOptions) -> int | None:
-        """The step of the newest checkpoint that this generation goes on from, or behind. One of a
-        future that was given up does not count."""
-        base = self.directive.base
-        return max(
-            (
-                entry.step
-                for entry in options.storage or ()
-                if base is not None and (entry.id is None or entry.id <= base)
-            ),
-            default=None,
-        )
+            from_step = _stored_step(options, self.directive.base)
+        if from_step is None:
+            return outcome.step
+        due_step = from_step + options.persist_every
+        retry_s = PERSIST_RETRY_S * 2 ** max(0, self._persist_failures - 1)
+        if self._persist_failures and now_s >= self._persist_failed_s + retry_s:
+            return min(due_step, outcome.step)
+        reports = [one.report for one in self.statuses.values() if one.report is not None]
+        self._step_s = max([one.step_s for one in reports], default=self._step_s)
+        lead_steps = self._persist_lead_s / self._step_s if self._step_s else 0
+        # The snapshot after the next one would be late.
+        lead_steps = max(lead_steps, outcome.interval)
+        return due_step if outcome.step + lead_steps >= due_step else None
 
     def _persist(self, now_s: float) -> list[e.Effect]:
         order = self.directive.persist
         if order is None or order.result:
             ready = order is None or self._all_heard_the_end_of(order)
-            return self._start_persist(now_s) if ready and self._persist_due() else []
+            due_step = self._persist_due(now_s) if ready else None
+            return [] if due_step is None else self._start_persist(due_step, now_s)
+        if not self._persist_ready and self._all_ready():
+            self._persist_ready = True
+            self._persist_lead_s = LEAD_MARGIN * (now_s - self._persist_started_s)
         states = self._persist_states()
         whole = len(states) == len(self.generation.hosts)
         reason = self._persist_failure(order, now_s)
@@ -517,12 +546,11 @@ class Root:
         known = [self.statuses.get(member.host) for member in self.generation.hosts]
         return all(one is not None and one.persist_ended == order.number for one in known)
 
-    def _start_persist(self, now_s: float) -> list[e.Effect]:
+    def _start_persist(self, due_step: int, now_s: float) -> list[e.Effect]:
         self._persist_number += 1
         self._persist_started_s = now_s
-        if self.directive.outcome is not None:
-            self._persist_from_step = self.directive.outcome.step
-        order = PersistOrder(number=self._persist_number, wanted=True)
+        self._persist_ready = False
+        order = PersistOrder(number=self._persist_number, wanted=True, step=due_step)
         return self._direct(now_s, persist=order)
 
     def _persist_coordinator(self) -> str:
@@ -539,17 +567,41 @@ class Root:
             state = status.persist if status is not None else None
             if state is not None and state.number == order.number and state.state == "failed":
                 return f"{member.host}: {state.detail}"
-        if now_s - self._persist_started_s > self.timing.persist_s:
+        waits = order.id is None and self._all_ready()
+        if not waits and now_s - self._persist_started_s > self.timing.persist_s:
             return f"not done within {self.timing.persist_s:.0f} s"
         return ""
 
     def _end_persist(self, order: PersistOrder, result: str, now_s: float) -> list[e.Effect]:
         ended = msgspec.structs.replace(order, wanted=False, pinned=False, result=result)
-        if result == "written":  # some steps after its helpers were started
-            self._persist_from_step = order.step
+        self._persist_from_step = order.step
+        if result == "written":
+            self._persist_failures = 0
+        else:
+            self._persist_failures += 1
+            self._persist_failed_s = now_s
+            if self.directive.outcome is not None:
+                self._persist_from_step = max(order.step, self.directive.outcome.step)
         kind = "persisted" if result == "written" else "persist_failed"
-        detail: dict[str, str | int | float] = {"step": order.step, "result": result}
+        detail: dict[str, str | int | float] = {
+            "generation": self.generation.number,
+            "step": order.step,
+            "result": result,
+        }
         return [e.Announce(kind, detail), *self._direct(now_s, persist=ended)]
+
+
+def _stored_step(options: RankOptions, base: SnapshotId | None) -> int | None:
+    """The step of the newest checkpoint that a generation with this base goes on from, or behind.
+    One of a future that was given up does not count."""
+    return max(
+        (
+            entry.step
+            for entry in options.storage or ()
+            if base is not None and (entry.id is None or entry.id <= base)
+        ),
+        default=None,
+    )
 
 
 def _hosts(names: list[str]) -> str:

@@ -80,6 +80,21 @@ class Member(msgspec.Struct, frozen=True):
     ranks: int = 1
     domain: str = ""
 
+    @property
+    def ip(self) -> str:
+        """The IP address of a host that others reach by a network, else ""."""
+        scheme, _, place = self.address.partition(",")[0].partition("://")
+        return place.rpartition(":")[0].strip("[]") if scheme == "tcp" else ""
+
+
+class Export(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a world's snapshots go on storage: `directory`, in which `keep` checkpoints stay.
+    `tries`: how often it was tried to write the newest one before the job ends."""
+
+    directory: str
+    keep: int = 2
+    tries: int = 0
+
 
 class Generation(msgspec.Struct, frozen=True, kw_only=True):
     """One incarnation of the world; written once, by one transaction.
@@ -90,6 +105,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     (None and -1: none): where nobody's memory knows of it any more, it is lost, and not unheard of.
     `attached`: the one rank was not started by its host's agent and does not end with it: only the
     next generation ends it.
+    `export`: its ranks, one a host, train nothing: they write what it goes on from to storage.
     """
 
     job: str
@@ -104,6 +120,7 @@ class Generation(msgspec.Struct, frozen=True, kw_only=True):
     expected: SnapshotId | None = None
     expected_step: int = -1
     attached: bool = False
+    export: Export | None = None
     reason: str = ""
 
     @property

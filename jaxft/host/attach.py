@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -177,6 +178,9 @@ class Place:
                     _log.info("job %s: its keeper has ended: %s", self._keeper.job, told.reason)
                     return
 
+    def _wish(self) -> Attach:
+        return Attach(generation=self._generation)
+
     def _go_on(self, error: Exception) -> bool:
         """Is there another keeper now, and this script's place its old one?"""
         job = self._keeper.job
@@ -187,7 +191,7 @@ class Place:
         pause_s = AGAIN_S
         while not self._left.is_set():
             try:
-                channel, seated = _arrive(self._keeper, Attach(generation=self._generation))
+                channel, seated = _arrive(self._keeper, self._wish)
             except JobInUse as refusal:
                 _log.error("job %s: this script has lost its place: %s", job, refusal)
                 return False
@@ -214,10 +218,11 @@ def default_job() -> str:
     return f"{stem}-{hashlib.sha256(str(script).encode()).hexdigest()[:8]}"
 
 
-def attach(job: str | None, floor: int = 0) -> Seat:
+def attach(job: str | None, floor: Callable[[], int] = lambda: 0) -> Seat:
     """The place of this process in job `job` (None: named after the script).
 
-    `floor`: its generation is to be larger than this.
+    `floor`: its generation is to be larger than this says when the keeper is asked; the one before
+    may have been writing to storage.
 
     Raises:
         JobInUse: another process has it, or `jaxft run` runs the job here.
@@ -226,7 +231,7 @@ def attach(job: str | None, floor: int = 0) -> Seat:
     """
     name = default_job() if job is None else config.check_name("job", job)
     keeper = Keeper(name, config.run_dir().absolute(), Path.cwd())
-    channel, seated = _arrive(keeper, Attach(floor=floor))
+    channel, seated = _arrive(keeper, lambda: Attach(floor=floor()))
     place = Place(keeper, channel, seated.generation)
     try:
         place.watch()
@@ -236,7 +241,7 @@ def attach(job: str | None, floor: int = 0) -> Seat:
         raise
 
 
-def _arrive(keeper: Keeper, wish: Attach) -> tuple[LocalChannel, Seated]:
+def _arrive(keeper: Keeper, wish: Callable[[], Attach]) -> tuple[LocalChannel, Seated]:
     """The place that is wished for, from the keeper that is there, or from one that is started.
 
     Raises:
@@ -248,7 +253,7 @@ def _arrive(keeper: Keeper, wish: Attach) -> tuple[LocalChannel, Seated]:
     while time.monotonic() < deadline_s:
         try:
             channel = connect(keeper.directory / SOCKET, 0.0)
-            return channel, _ask(channel, keeper.job, wish)
+            return channel, _ask(channel, keeper.job, wish())
         except WireError:  # it is not there, or about to end
             if started is None:
                 started = _start(keeper)

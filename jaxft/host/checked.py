@@ -7,18 +7,22 @@ seldom waits. The pages of a piece are mapped and hashed together, and its user 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
+from typing import NamedTuple
 
 from jaxft.errors import ChunkDamaged
 from jaxft.group.manifest import CHUNK, Manifest
-from jaxft.host.layout import segment_check
+from jaxft.host.layout import data_spans, segment_check
 from jaxft.host.memory import Arena, Bytes
 
 # Checked in one go: large enough that a thread asks for the interpreter lock seldom.
 UNIT = 8 * CHUNK
 THREADS = 2
+LOOK_S = 0.001
 
 
 class BadChunks(ChunkDamaged):
@@ -30,6 +34,18 @@ class BadChunks(ChunkDamaged):
         self.offsets = offsets
 
 
+class Making(NamedTuple):
+    """A segment that another process is still making.
+
+    Attributes:
+        made: a byte for each chunk, 1 once it is there.
+        look: raises when it is of no use to wait any longer.
+    """
+
+    made: Bytes
+    look: Callable[[], None]
+
+
 class CheckedSegment:
     """Pieces of one segment, checked. Use it in a `with` statement, which ends its threads.
 
@@ -38,6 +54,7 @@ class CheckedSegment:
         manifest: the segment's.
         wanted: (offset, bytes) of every piece that will be asked for, in that order.
         timeout_s: for each piece.
+        making: what tells which of it is there, if it is still being made.
     """
 
     def __init__(
@@ -47,12 +64,16 @@ class CheckedSegment:
         wanted: Iterable[tuple[int, int]],
         *,
         timeout_s: float,
+        making: Making | None = None,
     ) -> None:
         self.host = manifest.host
         self._arena = arena
-        self._length = manifest.length
+        # Parity is not looked at: a segment that is made again has none.
+        self._spans = data_spans(manifest)
         self._check = segment_check(manifest)
         self._timeout_s = timeout_s
+        self._making = making
+        self._ended = threading.Event()
         self._pool = ThreadPoolExecutor(
             min(THREADS, os.cpu_count() or 1), thread_name_prefix="jaxft-check"
         )
@@ -67,7 +88,7 @@ class CheckedSegment:
 
         Raises:
             BadChunks: it is damaged; names all that is damaged of what is wanted.
-            TimeoutError: it could not be checked in time.
+            TimeoutError: it was not made, or could not be checked in time.
         """
         for unit in _units(offset, nbytes):
             if self._units[unit].result(self._timeout_s):
@@ -79,10 +100,24 @@ class CheckedSegment:
         return tuple(sorted(at for bad in found for at in bad))
 
     def _bad_in(self, unit: int) -> tuple[int, ...]:
-        start = unit * UNIT
-        nbytes = min(UNIT, self._length - start)
-        self._arena.map_pages(start, nbytes)
-        return tuple(self._check.bad_chunks(start, self._arena.view(start, nbytes)))
+        bad: list[int] = []
+        for first, end in self._spans:
+            start = max(first, unit * UNIT)
+            nbytes = min(end, (unit + 1) * UNIT) - start
+            if nbytes <= 0:
+                continue
+            if self._making is not None:
+                self._wait_until_made(self._making, start // CHUNK, -(-nbytes // CHUNK))
+            self._arena.map_pages(start, nbytes)
+            bad += self._check.bad_chunks(start, self._arena.view(start, nbytes))
+        return tuple(bad)
+
+    def _wait_until_made(self, making: Making, first: int, count: int) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        while not making.made[first : first + count].all():
+            making.look()
+            if self._ended.wait(LOOK_S) or time.monotonic() > deadline:
+                raise TimeoutError(f"segment {self.host} was not made within {self._timeout_s:g} s")
 
     def __enter__(self) -> CheckedSegment:
         return self
@@ -93,6 +128,7 @@ class CheckedSegment:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._ended.set()
         self._pool.shutdown(cancel_futures=True)
 
 

@@ -61,6 +61,7 @@ class SmpClient:
         outcomes: of this generation's snapshots, by seq (the newest ones).
         held: why no snapshot can be decided for now; "" while they can.
         failure: why the connection is lost for good; None while it is not.
+        arrivals: how often this process was let in: once more after the SMP was started again.
         listeners, failure_listeners: called in the connection's thread with every message, and with
             the failure.
     """
@@ -90,6 +91,7 @@ class SmpClient:
         self.listeners: list[Callable[[p.ServerMessage], None]] = []
         self.failure_listeners: list[Callable[[JaxftError], None]] = []
         self.failure: JaxftError | None = None
+        self.arrivals = 1
         self._open: dict[str, p.ClientMessage] = {}
         self._slots: list[Arena] = []
         self._closing = False
@@ -254,6 +256,7 @@ class SmpClient:
             else:
                 with self._changed:
                     self._channel, self.welcome = channel, welcome
+                    self.arrivals += 1
                     again = list(self._open.values())
                 for message in again:
                     self.say(message)

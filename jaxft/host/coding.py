@@ -11,6 +11,7 @@ is written to again once the peer knows that its snapshot has failed.
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jaxft.errors import ChunkDamaged, PeerUnreachable
+from jaxft.errors import ChunkDamaged, CodecError, PeerUnreachable
 from jaxft.faults import reach
 from jaxft.group.codec import backend, decode_matrix, encode_rows
 from jaxft.group.manifest import CHUNK, SnapshotId
@@ -79,7 +80,8 @@ class Sources:
 class _Fragment(NamedTuple):
     """A fragment to read: whose, and where its bytes lie there.
 
-    `start` is the offset in the segment, or in the parity region; `nbytes` what really exists.
+    `start` is the offset in the segment, or, with `parity`, in the parity region; `nbytes` what
+    really exists.
     """
 
     host: int
@@ -103,7 +105,8 @@ class _Task(NamedTuple):
 
 
 def encode_share(sources: Sources, host: int, parity: Bytes) -> bytes:
-    """Computes all parity fragments of the share of `host` into `parity`; returns its checksums.
+    """Computes the parity fragments of the share of `host` that its devices have not made into
+    `parity`, its parity region; returns their checksums.
 
     Raises:
         DamagedFragments: a member's bytes are not those of its manifest.
@@ -113,28 +116,83 @@ def encode_share(sources: Sources, host: int, parity: Bytes) -> bytes:
     layout = sources.layout
     tasks = []
     for number, geometry in enumerate(layout.lanes):
-        rows = encode_rows(geometry.k, geometry.m)
-        position = layout.position(host)
-        for place, (stripe, j) in enumerate(geometry.stripes_of_parity(position)):
-            base = layout.parity_bases[number] + place * geometry.fragment_bytes
+        region = layout.parity(host, number)
+        if region.in_segment:
+            continue
+        for stripe, j in geometry.stripes_of_parity(layout.position(host)):
+            base = region.offset + j * geometry.fragment_bytes
             output = parity[base : base + geometry.fragment_bytes]
-            fragments = tuple(
-                _data_fragment(layout, number, geometry, stripe, i) for i in range(geometry.k)
-            )
-            tasks.append(_Task(number, stripe, rows[j : j + 1], fragments, output, base))
+            tasks.append(_parity_task(layout, number, stripe, j, output, base))
     made = _NewParity(parity.size)
     _run(sources, tasks, host, made)
     return np.array(made.sums, "<u8").tobytes()
 
 
+def _parity_task(
+    layout: GroupLayout, number: int, stripe: int, j: int, output: Bytes, start: int
+) -> _Task:
+    """Parity j of a stripe."""
+    geometry = layout.lanes[number]
+    fragments = tuple(
+        _data_fragment(layout, number, geometry, stripe, i) for i in range(geometry.k)
+    )
+    rows = encode_rows(geometry.k, geometry.m)
+    return _Task(number, stripe, rows[j : j + 1], fragments, output, start)
+
+
+def check_given(sources: Sources, host: int, segment: Bytes) -> None:
+    """Makes one chunk again of the parity that the devices of `host` have made, and compares: a
+    random one in each snapshot, so that devices that compute wrongly are found by and by. It takes
+    k chunks of reading.
+
+    Args:
+        segment: the host's own.
+
+    Raises:
+        CodecError: it is not what the devices have made.
+        DamagedFragments, PeerUnreachable, ReadCancelled: as `encode_share`.
+    """
+    layout = sources.layout
+    given = [
+        number for number in range(len(layout.lanes)) if layout.parity(host, number).in_segment
+    ]
+    if not given:
+        return
+    dice = random.Random(f"{sources.id} {host}")
+    number = dice.choice(given)
+    geometry = layout.lanes[number]
+    stripe, j = dice.choice(geometry.stripes_of_parity(layout.position(host)))
+    at = dice.randrange(0, geometry.fragment_bytes, CHUNK)
+    output = np.empty(CHUNK, np.uint8)
+    task = _parity_task(layout, number, stripe, j, output, 0)
+    chunk = tuple(
+        one._replace(start=one.start + at, nbytes=max(0, min(CHUNK, one.nbytes - at)))
+        for one in task.fragments
+    )
+    _run(sources, [task._replace(fragments=chunk)], host, _NewParity(CHUNK))
+    start = layout.parity(host, number).offset + j * geometry.fragment_bytes + at
+    if not np.array_equal(output, segment[start : start + CHUNK]):
+        raise CodecError(
+            f"snapshot {sources.id}: the devices of {sources.names[host]} have made wrong parity "
+            f"(lane {number}, stripe {stripe}, byte {at} of parity {j}); train with "
+            'Snapshotter(parity="host"), and please report it'
+        )
+
+
 def rebuild_segment(
-    sources: Sources, host: int, lost: frozenset[Damage], output: Bytes, touch: Touch
+    sources: Sources,
+    host: int,
+    lost: frozenset[Damage],
+    output: Bytes,
+    made: Bytes,
+    touch: Touch,
 ) -> None:
     """Makes the segment of `host` again into `output`.
 
     Args:
         lost: fragments that cannot be used; `Damage(host)` for a whole share. Fragments of `host`
             itself that are not among them are copied.
+        made: a byte for each chunk of the segment, set to 1 once it is there and checked.
         touch: makes the memory of a range of `output` exist. It is asked to just before each piece
             is made, which then is in cache.
 
@@ -154,12 +212,12 @@ def rebuild_segment(
                 place = output[start + offset : start + offset + nbytes]
                 task = _rebuild_task(layout, number, geometry, stripe, host, lost, place)
                 tasks.append(task._replace(start=start + offset))
-    made = _OldSegment(segment_check(layout.manifests[host]))
-    _run(sources, tasks, host, made, touch)
-    if made.bad:
+    old = _OldSegment(segment_check(layout.manifests[host]), made)
+    _run(sources, tasks, host, old, touch)
+    if old.bad:
         raise ChunkDamaged(
             f"snapshot {sources.id}: the rebuilt segment of {sources.names[host]} does not have "
-            f"its checksums at {len(made.bad)} chunks, the first at byte {min(made.bad)}"
+            f"its checksums at {len(old.bad)} chunks, the first at byte {min(old.bad)}"
         )
 
 
@@ -209,9 +267,10 @@ def _any_fragment(
     if index < geometry.k:
         return _data_fragment(layout, number, geometry, stripe, index)
     position = geometry.holder(stripe, index)
+    host = layout.group.hosts[position]
     offset, nbytes = geometry.parity_range(position, stripe)
-    start = layout.parity_bases[number] + offset
-    return _Fragment(layout.group.hosts[position], start, nbytes, parity=True)
+    place = layout.parity(host, number)
+    return _Fragment(host, place.offset + offset, nbytes, parity=not place.in_segment)
 
 
 # ------------------------------------------------------------------------------ pieces
@@ -249,17 +308,23 @@ class _NewParity:
 
 
 class _OldSegment:
-    """Sees whether a segment is what it was; `bad` are the offsets of chunks that are not."""
+    """Sees whether a segment is what it was: `bad` are the offsets of chunks that are not, the
+    others are marked in `made`."""
 
-    def __init__(self, check: ChunkCheck) -> None:
+    def __init__(self, check: ChunkCheck, made: Bytes) -> None:
         self.bad: list[int] = []
         self._check = check
+        self._made = made
 
     def chunks(self, start: int, piece: Bytes) -> list[memoryview]:
         return self._check.chunks(start, piece)
 
     def take(self, start: int, digests: list[int]) -> None:
-        self.bad += self._check.unlike(start, digests)
+        bad = self._check.unlike(start, digests)
+        self.bad += bad
+        if not bad:
+            first = start // CHUNK
+            self._made[first : first + len(digests)] = 1
 
 
 # Called with (offset there, number of bytes) before they are made.

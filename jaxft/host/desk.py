@@ -25,6 +25,7 @@ from jaxft.host.client import ADVICE
 from jaxft.host.clients import Client, Clients
 from jaxft.host.driver import Driver, describe_slot
 from jaxft.host.memory import Arena
+from jaxft.host.recall import Fetched
 
 _log = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Desk:
         not go on alone."""
         for key in [key for key in self._fetched if key[0] == id(client)]:
             self._fetched.pop(key).close()
+        self.driver.happen(e.HoldOver(id(client)))
         if client.role == "agent" and client.seated and not self.stopping:
             _log.warning("the agent (pid %d) is gone", client.channel.peer_pid)
             if not self._is_attached:
@@ -82,6 +84,8 @@ class Desk:
             self._seat(client)
         elif isinstance(message, p.Inspect):
             client.tell(self._inspect())
+        elif isinstance(message, p.Hold):
+            self.driver.happen(e.HoldWanted(id(client), message.id))
         elif not client.seated:
             raise JaxftError("said something before it was let in")
         elif client.role == "agent":
@@ -163,6 +167,7 @@ class Desk:
         ledger = driver.ledger
         sizes = [slot.size_bytes for slot in driver.shares.slots]
         held = [slot.id for slot in ledger.slots if slot.readable and slot.id is not None]
+        generation = driver.core.keeper.generation
         return p.Welcome(
             host=driver.host,
             pid=os.getpid(),
@@ -175,6 +180,9 @@ class Desk:
             options=next(iter(driver.core.keeper.options.values()), None),
             code=driver.group_code(),
             writers=writers,
+            trust=driver.trust,
+            groups=() if generation is None else generation.groups,
+            ranks=() if generation is None else tuple([one.ranks for one in generation.hosts]),
         )
 
     # -------------------------------------------------------------------- what it wants
@@ -220,6 +228,7 @@ class Desk:
                         message.step_s,
                         message.call,
                         message.measured,
+                        message.given,
                     )
                 )
             case p.Staged():
@@ -289,7 +298,7 @@ class Desk:
             return
         recall = self.driver.recall_for(message.id)
 
-        def work(cancel: threading.Event) -> tuple[Arena, tuple[int, ...]]:
+        def work(cancel: threading.Event) -> Fetched:
             recall.cancel = cancel
             return recall.fetch(message.extents)
 
@@ -301,12 +310,14 @@ class Desk:
                 damaged = tuple(sorted(getattr(error, "damaged", ())))
                 client.tell(p.Fetched(number=number, damaged=damaged, error=str(error)))
                 return
-            arena, offsets = result
+            arena, offsets, made_at = result
             if client.channel.ended:
                 arena.close()
                 return
             self._fetched[id(client), number] = arena
-            told = p.Fetched(number=number, offsets=offsets, size_bytes=arena.size_bytes)
+            told = p.Fetched(
+                number=number, offsets=offsets, made_at=made_at, size_bytes=arena.size_bytes
+            )
             client.tell(told, [arena.fd])
 
         self.driver.jobs.start("fetch", work, done)
@@ -317,6 +328,7 @@ class Desk:
         keeper = driver.core.keeper
         return p.Inspection(
             values={
+                "job": driver.job,
                 "host": driver.host,
                 "pid": os.getpid(),
                 "arena": ledger.arena,

@@ -33,14 +33,14 @@ from jaxft.group.timing import Timing
 from jaxft.group.world import World
 from jaxft.host import protocol as p
 from jaxft.host.clients import Clients
-from jaxft.host.coding import Sources, encode_share
+from jaxft.host.coding import Sources, check_given, encode_share
 from jaxft.host.jobs import Jobs
 from jaxft.host.layout import GroupBlob, GroupLayout
 from jaxft.host.memory import available_bytes, check_fits
 from jaxft.host.pace import Pace
 from jaxft.host.peers import Peers
 from jaxft.host.recall import Recall, bulk_address, control_address
-from jaxft.host.shares import Rebuilt, Shares, whole_manifest
+from jaxft.host.shares import Shares, whole_manifest
 from jaxft.host.wire import Endpoint, Network
 
 _log = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class Driver:
         timing: the root's patience.
         memory_bytes_max: what both slots may take together, if not all that there is.
         pace: what pulling for coding has to keep to, if it has to.
+        trust: the name of what peers know each other by.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class Driver:
         timing: Timing,
         memory_bytes_max: int | None = None,
         pace: Pace | None = None,
+        trust: str = "",
     ) -> None:
+        self.trust = trust
         self.memory_bytes_max = memory_bytes_max
         self.pace = pace
         self._room = threading.Lock()
@@ -242,7 +245,7 @@ class Driver:
     def _grant(self, effect: e.Grant) -> None:
         """Makes room in a job (touching memory takes time), then tells the ranks."""
         arena = self.shares.slots[effect.slot]
-        nbytes = self.slot_bytes(effect.nbytes)
+        nbytes = self.slot_bytes(effect.nbytes, effect.given)
 
         def room(cancel: threading.Event) -> None:
             self._make_room(effect.slot, nbytes)
@@ -276,14 +279,15 @@ class Driver:
                 arena.ensure(nbytes)
                 arena.touch(before, nbytes - before)
 
-    def slot_bytes(self, segment_bytes: int) -> int:
+    def slot_bytes(self, segment_bytes: int, given_bytes: int = 0) -> int:
         """What a slot needs for a segment of this size: the segment, its manifest, its parity and
-        the group's manifests (the manifests are estimated; a slot grows if they are larger)."""
+        the group's manifests (the manifests are estimated; a slot grows if they are larger). Of
+        `given_bytes` of it devices have made the parity, which is among them."""
         generation, index = self.core.keeper.generation, self.core.keeper.index
         if generation is None or index is None:
             return segment_bytes
         group = generation.group_of(index)
-        parity = -(-segment_bytes * group.parity // group.data)
+        parity = -(-(segment_bytes - given_bytes) * group.parity // group.data)
         return segment_bytes + parity + len(group.hosts) * (segment_bytes // 1024 + (1 << 18))
 
     def group_code(self) -> str:
@@ -387,7 +391,8 @@ class Driver:
             own = self.shares.manifest(effect.slot, slot)
             manifests[own.host] = own
             layout = GroupLayout(slot.world.group_of(own.host), manifests)
-            offset, parity = self.shares.place_parity(effect.slot, slot, layout.parity_bytes)
+            nbytes = layout.region_bytes(own.host)
+            offset, parity = self.shares.place_parity(effect.slot, slot, nbytes)
             self._reach("smp.coding", effect.id)
             sources = Sources(
                 id=effect.id,
@@ -398,10 +403,11 @@ class Driver:
                 names=slot.world.hosts,
                 pace=self.pace,
             )
+            check_given(sources, own.host, self.shares.slots[effect.slot].view(0, own.length))
             sums = encode_share(sources, own.host, parity)
             mates = [host for host in layout.group.hosts if host != own.host]
             group = GroupBlob(tuple(manifests[host] for host in mates), sums)
-            return offset, layout.parity_bytes, group
+            return offset, nbytes, group
 
         def done(result: tuple[int, int, GroupBlob] | None, error: BaseException | None) -> None:
             if error is not None or result is None:
@@ -432,32 +438,29 @@ class Driver:
         """Rebuilds the segments that the plan gives to this host, one job each."""
         plan = effect.plan
         self.jobs.cancel("rebuild")
+        self.shares.drop_rebuilt()  # of an earlier plan, and perhaps never whole
         mine = [one.host for one in plan.segments if one.rebuilt and one.address == self.address]
         left = set(mine)
 
         def begin(host: int) -> None:
-            def work(cancel: threading.Event) -> Rebuilt:
+            def work(cancel: threading.Event) -> None:
                 reach(
                     "smp.rebuilding",
                     host=self.host,
                     generation=self.ledger.generation,
                     attempt=plan.attempt,
                 )
-                return Recall(plan, self.network, cancel).rebuild(host)
+                Recall(plan, self.network, cancel, self.address, self.shares).rebuild(host)
 
-            def done(result: Rebuilt | None, error: BaseException | None) -> None:
+            def done(result: None, error: BaseException | None) -> None:
                 if self._plan is None or self._plan.attempt != plan.attempt:
-                    if result is not None:
-                        result.arena.close()
                     return
-                if error is not None or result is None:
+                if error is not None:
                     damaged: frozenset[Damage] = getattr(error, "damaged", frozenset())
                     # Never empty: that would read as no failure.
                     reason = str(error) or repr(error)
                     self.happen(e.RebuildFailed(plan.attempt, reason, tuple(sorted(damaged))))
                     return
-                assert plan.chosen is not None
-                self.shares.keep_rebuilt(plan.chosen, host, result)
                 self.shares.publish(self.ledger)
                 left.discard(host)
                 self._tell_agent("rebuilt", {"segment": plan.world.hosts[host]})
@@ -484,7 +487,7 @@ class Driver:
         own = self._own_share(plan.chosen)
         if own is not None and any(one.host == own[1] and one.rebuilt for one in plan.segments):
             own = None  # What is rebuilt has damage in its slot.
-        return p.PlanTold(plan=plan, own=own)
+        return p.PlanTold(plan=plan, own=own, lineage=self.ledger.lineage)
 
     def persist_message(self, order: PersistOrder) -> p.PersistTold:
         own = self._own_share(order.id)

@@ -7,6 +7,8 @@ whoever reads one, here or from a peer, can tell whether it is whole.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -42,6 +44,10 @@ class GroupBlob(msgspec.Struct, frozen=True, array_like=True):
 
     manifests: tuple[Manifest, ...]
     parity_checksums: bytes
+
+
+# Asks for the memory of the ledger, whole; `ledger.read_bytes` reads it.
+LEDGER_KEY = msgspec.msgpack.encode("ledger")
 
 
 def read_key(kind: str, identity: SnapshotId, host: int) -> bytes:
@@ -157,6 +163,22 @@ def segment_check(manifest: Manifest) -> ChunkCheck:
     return ChunkCheck(all_digests, all_sizes)
 
 
+def data_spans(manifest: Manifest) -> list[tuple[int, int]]:
+    """(start, stop) of what is coded in a segment: all but the parity that devices have made."""
+    return [
+        (part.base, part.base + (part.parity or part.length))
+        for part in sorted(manifest.parts, key=attrgetter("base"))
+    ]
+
+
+class ParityPlace(NamedTuple):
+    """Where a member's parity of a lane begins: in its segment, where its devices have made it, or
+    in its parity region."""
+
+    offset: int
+    in_segment: bool
+
+
 class GroupLayout:
     """The geometry of all lanes of a group for one snapshot.
 
@@ -169,15 +191,39 @@ class GroupLayout:
         self.group = group
         self.manifests = manifests
         self.lanes: list[LaneGeometry] = []
-        self.parity_bases: list[int] = []
-        base = 0
         for lane in range(max(len(manifests[host].lanes) for host in group.hosts)):
             longest = max(self.lane(host, lane)[1] for host in group.hosts)
-            geometry = LaneGeometry.of(group, longest)
-            self.lanes.append(geometry)
-            self.parity_bases.append(base)
-            base += geometry.parity_bytes
-        self.parity_bytes = base
+            self.lanes.append(LaneGeometry.of(group, longest))
+        self._regions: dict[int, int] = {}
+        self._parity = {host: self._parity_places(host) for host in group.hosts}
+
+    def _parity_places(self, host: int) -> list[ParityPlace]:
+        """Of all lanes, for one member. What is not in its segment lies in the order of lanes."""
+        given: dict[int, int] = {}
+        first = 0
+        for part in self.manifests[host].parts:
+            at = part.base + part.parity
+            for lane in range(first, first + len(part.lanes) - 1) if part.parity else ():
+                given[lane] = at
+                at += self.lanes[lane].parity_bytes
+            first += len(part.lanes)
+        found, base = [], 0
+        for lane, geometry in enumerate(self.lanes):
+            if lane in given:
+                found.append(ParityPlace(given[lane], True))
+            else:
+                found.append(ParityPlace(base, False))
+                base += geometry.parity_bytes
+        self._regions[host] = base
+        return found
+
+    def parity(self, host: int, lane: int) -> ParityPlace:
+        """Where `host` has its parity of this lane."""
+        return self._parity[host][lane]
+
+    def region_bytes(self, host: int) -> int:
+        """The size of its parity region: of what its devices have not made."""
+        return self._regions[host]
 
     def lane(self, host: int, lane: int) -> tuple[int, int]:
         """(offset, length) of this lane in the segment of `host`."""

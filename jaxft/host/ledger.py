@@ -32,6 +32,7 @@ successor.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,9 +84,7 @@ class Ledger:
 
     def read(self) -> Reading:
         """The newest whole record. A write cut short by the writer's death is not damage."""
-        banks = [_look(bank) for bank in self._banks]
-        newest = max(banks, key=lambda bank: bank.sequence)
-        return Reading(newest.payload, any(bank.damaged for bank in banks))
+        return _newest(self._banks)
 
     def write(self, payload: bytes) -> None:
         """Makes `payload` the newest record. Until the last store the one before is still read.
@@ -106,6 +105,18 @@ class Ledger:
         # one's damage is of no more interest.
         if banks[1 - index].damaged:
             store(self._banks[1 - index], 0, _marker(_EMPTY))
+
+
+def read_bytes(data: Bytes) -> Reading:
+    """As `Ledger.read`, of a copy of LEDGER_BYTES. While somebody writes, what was being written
+    looks damaged."""
+    return _newest([data[index * BANK_BYTES :][:BANK_BYTES] for index in (0, 1)])
+
+
+def _newest(stored: Sequence[Bytes]) -> Reading:
+    banks = [_look(bank) for bank in stored]
+    newest = max(banks, key=lambda bank: bank.sequence)
+    return Reading(newest.payload, any(bank.damaged for bank in banks))
 
 
 def stores(sequence: int, payload: bytes) -> list[tuple[int, bytes]]:

@@ -21,7 +21,7 @@ from jaxft.group.messages import (
     RankOptions,
     Turn,
 )
-from jaxft.group.world import Generation
+from jaxft.group.world import Generation, Group
 
 # ------------------------------------------------------------------------------ client -> SMP
 
@@ -111,7 +111,8 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve"):
 
 
 class WantSlot(msgspec.Struct, frozen=True, kw_only=True, tag="want_slot"):
-    """Rank: this is the call of `save`, its `call`th, that is snapshot `seq`."""
+    """Rank: this is the call of `save`, its `call`th, that is snapshot `seq`. Of its `nbytes`,
+    `given` are parity that its devices have made, and what that protects."""
 
     seq: int
     step: int
@@ -120,6 +121,7 @@ class WantSlot(msgspec.Struct, frozen=True, kw_only=True, tag="want_slot"):
     step_s: float = 0.0
     call: int = 0
     measured: Measured = Measured()
+    given: int = 0
 
 
 class Staged(msgspec.Struct, frozen=True, kw_only=True, tag="staged"):
@@ -162,6 +164,13 @@ class HelperState(msgspec.Struct, frozen=True, kw_only=True, tag="helper_state")
     detail: str = ""
 
 
+class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
+    """Anyone: I read snapshot `id`; its slot is not granted before I am gone, or have read for
+    long. What it holds by now is in the answer to the next `Inspect`."""
+
+    id: SnapshotId
+
+
 class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     """Anyone: describe yourself (for status pages and tests)."""
 
@@ -184,6 +193,7 @@ ClientMessage = (
     | Missed
     | LastCall
     | HelperState
+    | Hold
     | Inspect
 )
 
@@ -194,7 +204,9 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     """`fds` names the descriptors that come with it: "ledger", "slot0", "slot1". `address` is where
     peers reach this SMP, `newest` the newest snapshot it holds, `options` what its ranks want,
     `code` what its group has in this generation ("K+M"; "" before the first one). `writers`, told
-    to an agent, are the processes that live and may write into a slot."""
+    to an agent, are the processes that live and may write into a slot. `trust` is the name of what
+    this SMP and its peers on other machines know each other by ("": it has none). `groups` are this
+    generation's, `ranks` how many of them each of its hosts has."""
 
     host: str
     pid: int
@@ -207,6 +219,9 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome"):
     options: RankOptions | None = None
     code: str = ""
     writers: tuple[int, ...] = ()
+    trust: str = ""
+    groups: tuple[Group, ...] = ()
+    ranks: tuple[int, ...] = ()
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
@@ -229,10 +244,11 @@ class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved"):
 
 class PlanTold(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     """Restore this. `own` is (slot, place in the snapshot's world) of the chosen snapshot's share
-    on this host, or None."""
+    on this host, or None; `lineage` is what this host knows."""
 
     plan: Plan
     own: tuple[int, int] | None = None
+    lineage: tuple[Lineage, ...] = ()
 
 
 class ManifestsTold(msgspec.Struct, frozen=True, kw_only=True, tag="manifests"):
@@ -245,11 +261,14 @@ class ManifestsTold(msgspec.Struct, frozen=True, kw_only=True, tag="manifests"):
 
 
 class Fetched(msgspec.Struct, frozen=True, kw_only=True, tag="fetched"):
-    """The extents of `Fetch` number `number` lie one after the other at `offsets` of the memory
-    whose descriptor comes with this; or what is damaged, or why they cannot be had."""
+    """The extents of `Fetch` number `number` lie at `offsets` of the memory whose descriptor comes
+    with this; or what is damaged, or why they cannot be had. With `made_at` it is the memory of a
+    whole segment that is still being made: there lies a byte for each of its chunks, 1 once the
+    chunk is there, and nothing of it has been checked for the reader."""
 
     number: int
     offsets: tuple[int, ...] = ()
+    made_at: int | None = None
     size_bytes: int = 0
     damaged: tuple[Damage, ...] = ()
     error: str = ""

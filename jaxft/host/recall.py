@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from jaxft.errors import ChunkDamaged, PeerUnreachable, ReadCancelled
+from jaxft.faults import reach
 from jaxft.group.manifest import CHUNK, Manifest, SnapshotId
 from jaxft.group.messages import Damage, Plan
 from jaxft.host.coding import DEADLINE_S, PEER_S, PIECE, DamagedFragments, Sources, rebuild_segment
@@ -42,6 +44,15 @@ def bulk_address(address: str) -> str:
 
 def control_address(address: str) -> str:
     return address.partition(",")[0]
+
+
+class Fetched(NamedTuple):
+    """Extents at `offsets` of an arena; where they are still being made, at `made_at` of it is a
+    byte for each chunk of the segment that begins with it (see `Rebuilt`)."""
+
+    arena: Arena
+    offsets: tuple[int, ...]
+    made_at: int | None = None
 
 
 @dataclass
@@ -161,8 +172,9 @@ class Recall:
         """The geometry of the group of this place."""
         return GroupLayout(self.plan.world.group_of(host), self.manifests())
 
-    def fetch(self, extents: Sequence[Extent]) -> tuple[Arena, tuple[int, ...]]:
-        """Brings extents into new memory, one after the other at the offsets returned, checked.
+    def fetch(self, extents: Sequence[Extent]) -> Fetched:
+        """Brings extents into new memory, checked; or gives the memory in which they are being
+        rebuilt, where that is on this host, for the reader to check.
 
         Raises:
             DamagedFragments: some do not have their checksums.
@@ -171,7 +183,8 @@ class Recall:
         manifests = self.manifests()
         mapped = self._map(extents)
         if mapped is not None:
-            return mapped, tuple(extent.start for extent in extents)
+            made_at = Rebuilt.made_at(manifests[extents[0].host].length)
+            return Fetched(mapped, tuple(extent.start for extent in extents), made_at)
         offsets, total = [], 0
         for extent in extents:
             offsets.append(total)
@@ -199,10 +212,11 @@ class Recall:
             del target
             arena.close()
             self.raise_bad(bad)
-        return arena, tuple(offsets)
+        return Fetched(arena, tuple(offsets))
 
     def _map(self, extents: Sequence[Extent]) -> Arena | None:
-        """The memory that all extents lie in, if this host rebuilds it: waited for, and checked."""
+        """The memory that all extents lie in, if this host rebuilds it: waited for until it is
+        begun."""
         hosts = {extent.host for extent in extents}
         here = {
             one.host for one in self.plan.segments if one.rebuilt and one.address == self.address
@@ -216,18 +230,9 @@ class Recall:
                 raise ReadCancelled("the read was cancelled")
             if time.monotonic() > deadline:
                 raise PeerUnreachable(
-                    f"snapshot {self.id}: the segment of {self.plan.world.hosts[host]} was not "
-                    f"rebuilt within {DEADLINE_S:g} s"
+                    f"snapshot {self.id}: to rebuild the segment of {self.plan.world.hosts[host]} "
+                    f"was not begun within {DEADLINE_S:g} s"
                 )
-        check = segment_check(self.manifests()[host])
-        bad: set[tuple[int, int]] = set()
-        for extent in extents:
-            view = arena.view(extent.start, extent.stop - extent.start)
-            bad.update((host, chunk) for chunk in check.bad_chunks(extent.start, view))
-            del view
-        if bad:
-            arena.close()
-            self.raise_bad(bad)
         return arena
 
     def raise_bad(self, bad: Iterable[tuple[int, int]]) -> None:
@@ -276,8 +281,14 @@ class Recall:
                     self._given(host, answer)
                 self.cancel.wait(NOT_YET_S)
 
-    def rebuild(self, host: int) -> Rebuilt:
-        """The segment of this place, made from the shares that are left, in memory of its own."""
+    def rebuild(self, host: int) -> None:
+        """Makes the segment of this place from the shares that are left, in memory of its own.
+
+        Raises:
+            DamagedFragments: more is damaged than was known.
+            PeerUnreachable, ReadCancelled: as the coding does.
+        """
+        assert self.memory is not None, "there is no place to keep it"
         shares = self._live_shares()
         group = self.plan.world.group_of(host)
         members = {place: shares[place] for place in group.hosts if place in shares}
@@ -297,11 +308,9 @@ class Recall:
             names=self.plan.world.hosts,
             parity_checksums=sums,
         )
-        arena = Arena.create("jaxft-rebuilt", max(layout.manifests[host].length, 1))
-        output = arena.view(0, layout.manifests[host].length)
-        try:
-            rebuild_segment(sources, host, lost, output, arena.touch)
-        except BaseException:
-            arena.close()
-            raise
-        return Rebuilt(arena, output)
+        rebuilt = Rebuilt.create(layout.manifests[host].length)
+        self.memory.keep_rebuilt(self.id, host, rebuilt, self.cancel)
+        reach("smp.rebuild_begun", host=self.plan.world.hosts[host])
+        touch = rebuilt.arena.touch
+        rebuild_segment(sources, host, lost, rebuilt.segment, rebuilt.made, touch)
+        rebuilt.made[:] = 1

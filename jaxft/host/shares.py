@@ -15,12 +15,13 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from jaxft.errors import ChunkDamaged, ConfigError
+from jaxft.errors import ChunkDamaged, ConfigError, ReadCancelled
 from jaxft.faults import reach
-from jaxft.group.manifest import Manifest, Part, SnapshotId, align
+from jaxft.group.manifest import CHUNK, Manifest, Part, SnapshotId, align
 from jaxft.group.messages import Blob, Ledger, Slot
 from jaxft.host import ledger as banks
 from jaxft.host.layout import (
+    LEDGER_KEY,
     PAGE,
     GroupBlob,
     decode_group,
@@ -45,11 +46,28 @@ class _Readable(NamedTuple):
 
 
 class Rebuilt(NamedTuple):
-    """A segment that this host has made again from the others: `segment` lies in `arena`, from its
-    first byte on."""
+    """A segment that this host makes again from the others: `segment` lies in `arena`, from its
+    first byte on, and `made` behind it, a byte for each chunk: 1 once it is there."""
 
     arena: Arena
     segment: Bytes
+    made: Bytes
+
+    @classmethod
+    def create(cls, nbytes: int) -> Rebuilt:
+        """Memory for a segment of so many bytes, of which nothing is made yet."""
+        at = cls.made_at(nbytes)
+        arena = Arena.create("jaxft-rebuilt", at + nbytes // CHUNK + 1)
+        return cls(arena, arena.view(0, nbytes), arena.view(at, -(-nbytes // CHUNK)))
+
+    @staticmethod
+    def made_at(nbytes: int) -> int:
+        """Where `made` is in the memory of a segment of so many bytes."""
+        return align(nbytes, PAGE)
+
+    @property
+    def whole(self) -> bool:
+        return bool(self.made.all())
 
 
 class Shares:
@@ -106,12 +124,15 @@ class Shares:
     def publish(self, ledger: Ledger) -> None:
         """Replaces the table of what may be read."""
         table: dict[bytes, _Readable] = {}
+        table[LEDGER_KEY] = _Readable(self.arenas[0].view(0, banks.LEDGER_BYTES))
         for number, slot in enumerate(ledger.slots):
             if slot.readable and slot.id is not None:
                 self._publish_slot(table, number, slot, slot.id)
-        for (identity, host), rebuilt in self.rebuilt.items():
-            # Not passed on: its descriptor is closed while the server may be looking at it.
-            table[read_key("rebuilt", identity, host)] = _Readable(rebuilt.segment)
+        with self._rebuilt_lock:
+            for (identity, host), rebuilt in self.rebuilt.items():
+                if rebuilt.whole:
+                    # Not passed on: its descriptor is closed while the server may look at it.
+                    table[read_key("rebuilt", identity, host)] = _Readable(rebuilt.segment)
         self._readable = table
 
     def _publish_slot(
@@ -203,16 +224,26 @@ class Shares:
                 found.append((number, str(error)))
         return found
 
-    def keep_rebuilt(self, identity: SnapshotId, host: int, rebuilt: Rebuilt) -> None:
-        """Has a rebuilt segment, which others may read once it is published."""
+    def keep_rebuilt(
+        self, identity: SnapshotId, host: int, rebuilt: Rebuilt, cancel: threading.Event
+    ) -> None:
+        """Has a segment that is being rebuilt, by any thread: this host's ranks may map it, and
+        others read it once it is whole and published.
+
+        Raises:
+            ReadCancelled: it is no longer wanted.
+        """
         with self._rebuilt_lock:
+            if cancel.is_set():
+                raise ReadCancelled("a newer plan has come")
             old = self.rebuilt.get((identity, host))
             if old is not None:
                 old.arena.close()
             self.rebuilt[identity, host] = rebuilt
 
     def map_rebuilt(self, identity: SnapshotId, host: int) -> Arena | None:
-        """The memory of a rebuilt segment, if it is here; for any thread, which then closes it."""
+        """The memory of a segment that is being rebuilt, if it is begun; for any thread, which then
+        closes it."""
         with self._rebuilt_lock:
             found = self.rebuilt.get((identity, host))
             return None if found is None else Arena.adopt(os.dup(found.arena.fd))
@@ -234,4 +265,7 @@ class Shares:
 def whole_manifest(template: Manifest, parts: tuple[Part, ...]) -> Manifest:
     """The manifest of a segment with these parts."""
     length = max((part.base + part.length for part in parts), default=0)
-    return msgspec.structs.replace(template, parts=parts, length=length, lanes=((0, length),))
+    lanes = tuple(
+        (part.base + offset, nbytes) for part in parts for offset, nbytes in part.lanes
+    ) or ((0, length),)
+    return msgspec.structs.replace(template, parts=parts, length=length, lanes=lanes)

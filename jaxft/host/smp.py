@@ -21,9 +21,11 @@ from jaxft.group.timing import Timing
 from jaxft.host.clients import Clients
 from jaxft.host.desk import Desk
 from jaxft.host.driver import Driver
+from jaxft.host.job_key import KEY_BYTES, JobKey
 from jaxft.host.local import LocalListener
 from jaxft.host.pace import Pace
 from jaxft.host.shares import Shares
+from jaxft.host.trust import Trust
 from jaxft.host.wire_zmq import ZmqNetwork
 
 _log = logging.getLogger("jaxft.smp")
@@ -46,6 +48,8 @@ class Smp:
         orphan_s: how long to live without an agent.
         memory_bytes_max: what the snapshot slots may take, if not all that there is.
         bandwidth_max: bytes a second that coding may pull from peers; 0 is no limit.
+        listen: where peers reach this SMP, "control,bulk"; "": at Unix sockets in the directory.
+        trust: what it and its peers know each other by, if they are on other machines.
     """
 
     def __init__(
@@ -59,15 +63,20 @@ class Smp:
         orphan_s: float,
         memory_bytes_max: int | None = None,
         bandwidth_max: float = 0.0,
+        listen: str = "",
+        trust: Trust | None = None,
     ) -> None:
         self.orphan_s = orphan_s
         self.shares = shares
         ledger = shares.load()
-        self.network = ZmqNetwork()
+        self.network = ZmqNetwork(trust)
         # The same for every start on this memory: peers know it from the generation's record.
         tag = ledger.arena[:8]
-        self.endpoint = self.network.endpoint(f"ipc://{directory}/c{tag}")
-        self.bulk = self.network.serve(f"ipc://{directory}/b{tag}", shares.provide)
+        control, bulk = f"ipc://{directory}/c{tag}", f"ipc://{directory}/b{tag}"
+        if listen:
+            control, _, bulk = listen.partition(",")
+        self.endpoint = self.network.endpoint(control)
+        self.bulk = self.network.serve(bulk, shares.provide)
         self.clients = Clients()
         self.driver = Driver(
             job=job,
@@ -81,6 +90,7 @@ class Smp:
             timing=timing,
             memory_bytes_max=memory_bytes_max,
             pace=Pace(bandwidth_max) if bandwidth_max else None,
+            trust=trust.name if trust is not None else "",
         )
         self.desk = Desk(self.driver, self.clients)
         self.listener = LocalListener(directory / "smp.sock")
@@ -156,12 +166,23 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--host", required=True)
     parser.add_argument("--dir", required=True, type=Path, help="directory of this host's sockets")
     parser.add_argument("--fds", default="", help="inherited descriptors: ledger,slot0,slot1")
+    parser.add_argument("--listen", default="", help="control,bulk addresses; else Unix sockets")
+    parser.add_argument("--key-fd", type=int, default=-1, help="a pipe that the job's key is in")
+    parser.add_argument("--trust-network", action="store_true", help="do not encrypt")
     parser.add_argument("--bandwidth-max", type=float, default=0.0, help="bytes a second; 0: any")
     parser.add_argument("--orphan-s", type=float, default=ORPHAN_S)
     parser.add_argument("--silence-s", type=float, default=Timing().silence_s)
     parser.add_argument("--rejoin-s", type=float, default=Timing().rejoin_s)
     parser.add_argument("--persist-s", type=float, default=Timing().persist_s)
     return parser.parse_args(argv)
+
+
+def _trust(args: argparse.Namespace) -> Trust | None:
+    """What the agent has handed over, in a pipe that nobody else can read."""
+    if args.key_fd < 0:
+        return None
+    with open(args.key_fd, "rb") as pipe:
+        return Trust(JobKey(pipe.read(KEY_BYTES)), clear=args.trust_network)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -187,6 +208,8 @@ def main(argv: list[str] | None = None) -> int:
             orphan_s=args.orphan_s,
             memory_bytes_max=config.memory_bytes_max(),
             bandwidth_max=args.bandwidth_max,
+            listen=args.listen,
+            trust=_trust(args),
         )
     except JaxftError as error:
         _log.error("cannot start: %s", error)

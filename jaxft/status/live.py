@@ -68,6 +68,7 @@ _LINES: dict[str, tuple[str, Callable[[Event], str]]] = {
     "held_over": ("green", lambda e: "snapshots go on"),
     "last_snapshot": ("cyan", lambda e: f"{e['host']} ends; last snapshot: {e['result']}"),
     "persisted": ("blue", lambda e: f"step {e['step']} is on storage"),
+    "exported": ("blue", lambda e: f"step {e['step']} is on storage"),
     "persist_failed": (
         "red",
         lambda e: f"persist failed: {e.get('result', '')}",

@@ -40,5 +40,5 @@ def test_help_names_every_option() -> None:
     assert result.exit_code == 0
     for option in ("--fail", "--hosts", "--code", "--elastic", "--steps", "--every", "--json"):
         assert option in result.output
-    for option in ("--seed", "--keep", "--fallback", "--wrap"):
+    for option in ("--seed", "--keep", "--fallback", "--wrap", "--parity"):
         assert option in result.output

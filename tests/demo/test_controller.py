@@ -69,9 +69,9 @@ def _run(
     return log, seen
 
 
-@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize(("wrap", "parity"), [(False, "host"), (True, "host"), (True, "device")])
 def test_the_ranks_save_as_the_plan_says(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrap: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wrap: bool, parity: str
 ) -> None:
     given: list[str] = []
 
@@ -79,9 +79,10 @@ def test_the_ranks_save_as_the_plan_says(
         given.extend(command)
 
     monkeypatch.setattr(controller.subprocess, "Popen", popen)
-    options = replace(_options(), wrap=wrap)
+    options = replace(_options(), wrap=wrap, parity=parity)
     controller._World("job", options, (), tmp_path, tmp_path)._console.close()
     assert ("--wrap" in given) == wrap
+    assert given[given.index("--parity") + 1] == parity
 
 
 def _alive(pid: int) -> bool:

@@ -14,7 +14,8 @@ _DEADLINE_S = 120.0
 
 
 @pytest.mark.parametrize("name", ["train_nnx.py", "train_linen.py", "train_optax.py"])
-def test_an_example_runs_alone(name: str, tmp_path: Path) -> None:
+def test_an_example_runs_alone(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    tmp_path = tmp_path_factory.mktemp("x")  # a Unix socket's path is short
     inherited = {key: value for key, value in os.environ.items() if "JAXFT_" not in key}
     environment = inherited | {
         "JAX_PLATFORMS": "cpu",

@@ -20,8 +20,10 @@ from pathlib import Path
 import numpy as np
 
 from jaxft.host import local
+from jaxft.host.job_key import JobKey
 from jaxft.host.ledger import Ledger
 from jaxft.host.memory import Arena
+from jaxft.host.trust import Trust
 from jaxft.host.wire import Refused
 from jaxft.host.wire_zmq import ZmqNetwork
 
@@ -91,7 +93,14 @@ def pattern(offset: int, nbytes: int) -> bytes:
     return (places * 2654435761 >> 7).astype(np.uint8).tobytes()
 
 
-def serve_bulk(hint: str, size_bytes: str) -> None:
+KEY = JobKey(bytes(range(32)))
+
+
+def network(kind: str) -> ZmqNetwork:
+    return ZmqNetwork(Trust(KEY) if kind == "encrypted" else None)
+
+
+def serve_bulk(hint: str, size_bytes: str, kind: str) -> None:
     """Serves `pattern` as key b"x"; key b"stuck" never answers."""
     memory = memoryview(pattern(0, int(size_bytes)))
 
@@ -100,14 +109,14 @@ def serve_bulk(hint: str, size_bytes: str) -> None:
             threading.Event().wait(60)
         return memory[offset : offset + nbytes] if key == b"x" else Refused("no such key")
 
-    server = ZmqNetwork().serve(hint, provide)
+    server = network(kind).serve(hint, provide)
     say(server.address)
     sys.stdin.read()
 
 
-def echo(hint: str) -> None:
+def echo(hint: str, kind: str) -> None:
     """Sends "ADDRESS payload" back to ADDRESS."""
-    endpoint = ZmqNetwork().endpoint(hint)
+    endpoint = network(kind).endpoint(hint)
     say(endpoint.address)
     while True:
         for message in endpoint.receive(0.5):

@@ -16,12 +16,12 @@ import numpy as np
 import xxhash
 
 from jaxft.errors import JaxftError
-from jaxft.group.manifest import Leaf, Manifest, Part, Range
+from jaxft.group.manifest import CHUNK, Leaf, Manifest, Part, Range
 from jaxft.group.messages import Damage, Outcome, Plan
 from jaxft.host import protocol as p
 from jaxft.host.client import SmpClient
 from jaxft.host.layout import GroupLayout, checksums, decode_manifest, segment_check
-from jaxft.host.memory import Bytes
+from jaxft.host.memory import Arena, Bytes
 from tests.host.forks import context
 
 WAIT_S = 20.0
@@ -185,6 +185,7 @@ class _Rank:
 
     def _fetch(self, plan: Plan, manifest: Manifest) -> str | list[Damage]:
         assert plan.chosen is not None
+        arrivals = self.client.arrivals
         self.fetches += 1
         number = self.fetches
         extent = p.Extent(manifest.host, 0, manifest.length)
@@ -196,10 +197,33 @@ class _Rank:
             return list(told.damaged)
         if told.error or arena is None:
             raise AssertionError(told.error)
-        found = _parts(manifest, arena.view(told.offsets[0], manifest.length))
+        view = arena.view(told.offsets[0], manifest.length)
+        if not self._is_made(plan, manifest, arena, told.made_at, arrivals):
+            return self._fetch(plan, manifest)
+        found = _parts(manifest, view)
+        del view
         arena.close()
         self.client.say(p.Release(number=number))
         return found
+
+    def _is_made(
+        self, plan: Plan, manifest: Manifest, arena: Arena, made_at: int | None, arrivals: int
+    ) -> bool:
+        """Waits until a segment is there that was still being made; False if its SMP died."""
+        if made_at is None:
+            return True
+        made = arena.view(made_at, -(-manifest.length // CHUNK))
+        deadline = time.monotonic() + WAIT_S
+        while not made.all():
+            assert time.monotonic() < deadline, "the segment was never made"
+            told = self.client.plan
+            if told is not None and told.plan.attempt > plan.attempt:
+                raise _Replanned
+            if self.client.arrivals != arrivals:
+                return False
+            time.sleep(0.001)
+        assert not segment_check(manifest).bad_chunks(0, arena.view(0, manifest.length))
+        return True
 
     def _give_up(self, plan: Plan, damaged: Sequence[Damage]) -> None:
         failed = p.RestoreFailed(attempt=plan.attempt, reason="damage", damaged=tuple(damaged))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
 import pytest
 
+from jaxft.errors import PeerUnreachable
 from jaxft.group.manifest import CHUNK, Manifest, Part, SnapshotId
 from jaxft.group.world import World
-from jaxft.host.checked import UNIT, BadChunks, CheckedSegment
+from jaxft.host.checked import UNIT, BadChunks, CheckedSegment, Making
 from jaxft.host.layout import checksums
 from jaxft.host.memory import Arena
 
@@ -84,3 +86,62 @@ def test_an_empty_segment(arena: Arena) -> None:
     manifest = msgspec.structs.replace(manifest_of(arena), parts=(), length=0, lanes=())
     with CheckedSegment(arena, manifest, [], timeout_s=30):
         pass
+
+
+def test_a_segment_that_is_being_made_is_read_as_far_as_it_is_there(arena: Arena) -> None:
+    """Nobody waits for its end, nor sees what is not there yet."""
+    manifest = manifest_of(arena)
+    whole = arena.view(0, manifest.length).copy()
+    arena.view(0, manifest.length)[:] = 0
+    made = np.zeros(-(-manifest.length // CHUNK), np.uint8)
+    wanted = [(0, UNIT), (UNIT, UNIT)]
+    found = []
+    with CheckedSegment(
+        arena, manifest, wanted, timeout_s=30, making=Making(made, lambda: None)
+    ) as segment:
+        reader = threading.Thread(
+            target=lambda: found.extend(segment.read(*one).copy() for one in wanted)
+        )
+        reader.start()
+        for number, (start, _) in enumerate(wanted):
+            assert len(found) == number
+            arena.view(start, UNIT)[:] = whole[start : start + UNIT]
+            made[start // CHUNK : (start + UNIT) // CHUNK] = 1
+            assert until(lambda count=number + 1: len(found) == count)
+        reader.join()
+    assert (np.concatenate(found) == whole[: 2 * UNIT]).all()
+
+
+def test_a_wait_for_what_is_never_made_ends(arena: Arena) -> None:
+    manifest = manifest_of(arena)
+    made = np.zeros(-(-manifest.length // CHUNK), np.uint8)
+
+    def look() -> None:
+        raise PeerUnreachable("its maker is gone")
+
+    wanted = [(0, UNIT)]
+    with (
+        CheckedSegment(arena, manifest, wanted, timeout_s=30, making=Making(made, look)) as segment,
+        pytest.raises(PeerUnreachable, match="its maker is gone"),
+    ):
+        segment.read(0, UNIT)
+    with (
+        CheckedSegment(
+            arena, manifest, wanted, timeout_s=0.05, making=Making(made, lambda: None)
+        ) as segment,
+        pytest.raises(TimeoutError),
+    ):
+        segment.read(0, UNIT)
+    before = threading.active_count()
+    with CheckedSegment(arena, manifest, wanted, timeout_s=30, making=Making(made, lambda: None)):
+        pass  # whoever ends early does not wait for it
+    assert threading.active_count() == before
+
+
+def until(ready: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 30
+    while not ready():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True

@@ -73,7 +73,7 @@ def sources(memory: Memory, sums: dict[int, bytes] | None = None) -> Sources:
 
 
 def parity_of(memory: Memory, given: Sources, host: int) -> tuple[Bytes, bytes]:
-    parity = np.full(given.layout.parity_bytes, 0xA5, np.uint8)
+    parity = np.full(given.layout.region_bytes(host), 0xA5, np.uint8)
     return parity, encode_share(given, host, parity)
 
 
@@ -96,9 +96,11 @@ def test_a_lost_segment_comes_back_and_its_memory_just_before_its_bytes() -> Non
         arena.touch(offset, nbytes)
 
     output = arena.view(0, LENGTH)
+    made = np.zeros(-(-LENGTH // CHUNK), np.uint8)
     given = sources(memory, sums)
-    rebuild_segment(given, 2, frozenset({Damage(2)}), output, touch)
+    rebuild_segment(given, 2, frozenset({Damage(2)}), output, made, touch)
     assert (output == whole).all()
+    assert made.all()
     assert sum(nbytes for _, nbytes in touched) == LENGTH
     del output
     arena.close()

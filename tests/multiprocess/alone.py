@@ -23,7 +23,10 @@ def train_step(state: dict[str, jax.Array]) -> dict[str, jax.Array]:
 def train(job: str, fate: str, at: int) -> None:
     """Trains to the end, unless `fate` strikes after step `at`."""
     state, start = START, 0
-    with jaxft.Snapshotter(every=1, job=job) as snapshotter:
+    fallback = None
+    if "CHECKPOINTS" in os.environ:
+        fallback = jaxft.OrbaxFallback(os.environ["CHECKPOINTS"], every=1000)
+    with jaxft.Snapshotter(every=1, job=job, fallback=fallback) as snapshotter:
         restored = snapshotter.restore(state)
         if restored is not None:
             state, start = restored.state, restored.step

@@ -197,7 +197,7 @@ class Ranks:
         steps: the ranks train up to this step and end.
         ranks: of each host.
         faults: faults on purpose in the ranks.
-        wrap: see `train.py`.
+        wrap, parity: see `train.py`.
     """
 
     def __init__(
@@ -215,6 +215,7 @@ class Ranks:
         holders: Sequence[Host] = (),
         faults: str = "",
         wrap: str = "",
+        parity: str = "host",
     ) -> None:
         self._number = number
         self._directory = directory
@@ -229,7 +230,13 @@ class Ranks:
             self.processes = [
                 self._start(
                     seat(host, generation, ranks * place + local, coordinator),
-                    {"steps": steps, "every": every, "devices": devices, "wrap": wrap},
+                    {
+                        "steps": steps,
+                        "every": every,
+                        "devices": devices,
+                        "wrap": wrap,
+                        "parity": parity,
+                    },
                     faults,
                 )
                 for place, host in enumerate(hosts)

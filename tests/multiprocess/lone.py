@@ -36,8 +36,8 @@ class Lone:
         self._opened: list[jaxft.Snapshotter] = []
         self._environ = pytest.MonkeyPatch()
 
-    def open(self, *, faults: str = "", **options: Any) -> jaxft.Snapshotter:
-        """A new generation, and its rank's snapshotter. `faults` are those of the rank."""
+    def enter(self, *, faults: str = "") -> None:
+        """A new generation, whose rank is this process. `faults` are those of the rank."""
         self.generation += 1
         generation = generation_of([self.host], self.generation, Code(), fresh=self._fresh)
         self._fresh = False
@@ -45,6 +45,10 @@ class Lone:
         for key, value in seat(self.host, generation).to_environ().items():
             self._environ.setenv(key, value)
         self._environ.setenv("JAXFT_FAULTS", faults)
+
+    def open(self, *, faults: str = "", **options: Any) -> jaxft.Snapshotter:
+        """A new generation, and its rank's snapshotter. `faults` are those of the rank."""
+        self.enter(faults=faults)
         snapshotter = jaxft.Snapshotter(timeout_s=WAIT_S, **options)
         self._opened.append(snapshotter)
         return snapshotter

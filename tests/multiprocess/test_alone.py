@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxft import OrbaxFallback
 from jaxft.host.attach import HOST, default_job
 from tests.multiprocess.alone import START, STEPS, train_step
 from tests.multiprocess.working import working
@@ -75,6 +76,18 @@ def test_a_killed_script_goes_on_from_memory_and_a_finished_one_leaves_nothing(e
     assert f"sum {expected()}" in output
     until_gone(environ)
     assert not (Path(environ["JAXFT_RUN_DIR"]) / "j" / HOST / "smp.sock").exists()
+
+
+def test_a_finished_script_leaves_its_newest_snapshot_on_storage(environ, tmp_path):
+    """One that comes while that is written waits for it, and goes on from there."""
+    environ["CHECKPOINTS"] = str(tmp_path / "checkpoints")
+    status, output = run(environ, "end")
+    assert status == 0, output
+    status, output = run(environ, "end")
+    assert status == 0, output
+    assert f"from {STEPS} orbax" in output
+    until_gone(environ)
+    assert [one.step for one in OrbaxFallback(environ["CHECKPOINTS"]).entries()] == [STEPS]
 
 
 def test_a_notebook_fails_in_a_cell_and_goes_on_in_the_next(environ):

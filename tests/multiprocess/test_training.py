@@ -181,8 +181,14 @@ def test_two_ranks_a_host_and_an_smp_that_dies_between_them_case_25(job: Job) ->
     ranks.finish()
     last = digests(ranks)[5]
     assert [ranks.said(rank, "done")[0]["latest"] for rank in range(4)] == [5] * 4
+    # Another host takes h1's place, and its SMP dies while its ranks wait for what it rebuilds.
     hosts[1].close()
-    (hosts[1],) = job.add_hosts("h2")
-    ranks = job.run(hosts, steps=6, **options)
+    waits, never = job.directory / "waits", job.directory / "never"
+    hosts[1] = Host("h2", job.directory, faults=f"smp.rebuild_begun=wait:{never}")
+    job.hosts.append(hosts[1])
+    ranks = job.run(hosts, steps=6, faults=f"restore.making:rank=2=touch:{waits}", **options)
+    until(waits.exists, "rank 2 waits for what is rebuilt", 60.0)
+    hosts[1].kill()
+    hosts[1].start()
     ranks.finish()
     assert (restored(ranks)["digest"], restored(ranks)["source"]) == (last, "rebuilt")

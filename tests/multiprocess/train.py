@@ -2,8 +2,8 @@
 JSON object a line, to the file that the argument names.
 
 The argument is JSON: `out` (the file), `steps` (train up to this step), `every` (steps, or the
-options of an `Auto`), `devices`, and `wrap` ("": it calls `save`; "all": it wraps its step; or
-"not 1": the same, and rank 1 has no twin).
+options of an `Auto`), `devices`, `wrap` ("": it calls `save`; "all": it wraps its step; or "not 1":
+the same, and rank 1 has no twin), and `parity`.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def init(mesh: Mesh) -> dict[str, Any]:
         "in": P(None, "model"),  # partly replicated
         "out": P("model", None),
         "table": P("data", "model"),  # sharded
-        "bias": P(),  # replicated, in 13 rows
+        "bias": P(),  # replicated, in 15 rows
         "scale": P(),
     }
-    shapes = {"in": (13, 64), "out": (64, 7), "table": (24, 500), "bias": (13, 4099), "scale": (7,)}
+    shapes = {"in": (13, 64), "out": (64, 7), "table": (24, 500), "bias": (15, 3553), "scale": (7,)}
     noise = np.random.default_rng(0)
     params = {name: noise.normal(size=shape).astype("f4") for name, shape in shapes.items()}
     opt = jax.tree.map(
@@ -135,7 +135,14 @@ def train_wrapped(
         extras = {"rank": rank, "position": position}
         state = wrapped(state, batch(mesh, position), jaxft_step=step - 1, jaxft_extras=extras)
         assert wrapped.receipt is not None
-        say("stepped", step=step, digest=digest(state), skipped=wrapped.receipt.skipped)
+        receipt = wrapped.receipt
+        say(
+            "stepped",
+            step=step,
+            digest=digest(state),
+            skipped=receipt.skipped,
+            parity=receipt.parity,
+        )
     say("done", latest=snapshotter.latest, twins=len(wrapped._twins._twins))
 
 
@@ -158,7 +165,8 @@ def main() -> None:
     start = position = 0
     every = options["every"]
     every = jaxft.Auto(**every) if isinstance(every, dict) else every
-    with jaxft.Snapshotter(every=every, timeout_s=60.0) as snapshotter:
+    parity = options["parity"]
+    with jaxft.Snapshotter(every=every, parity=parity, timeout_s=60.0) as snapshotter:
         owned = snapshotter._plans.get(state).ranges
         whole = sum(leaf.nbytes for leaf in jax.tree.leaves({**state, "key": np.zeros(2, "u4")}))
         say("planned", owned=sum(one.nbytes for one in owned), whole=whole)
