@@ -163,6 +163,11 @@ class Rank:
         """Whether `wrap` runs a second version of the step, and does not stage before it."""
         return bool(self.wrapped._twins._twins)
 
+    def coded_by(self) -> str:
+        """Who codes what `wrap` gives."""
+        assert self.wrapped.receipt is not None
+        return self.wrapped.receipt.parity
+
 
 @functools.partial(jax.jit, donate_argnums=0)
 def train_step(state: State, batch: jax.Array) -> State:

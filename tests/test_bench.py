@@ -63,7 +63,10 @@ def test_a_row_of_a_device(tmp_path: Path) -> None:
 
 def test_rows_of_a_wrapped_step(tmp_path: Path) -> None:
     rows = quick(tmp_path, "wrapped_step")
-    assert rows.keys() == {"wrapped_step[stall]", "wrapped_step[cpu]"}
+    ways = ("", "device parity, ")
+    assert rows.keys() == {
+        f"wrapped_step[{way}{what}]" for way in ways for what in ("stall", "cpu")
+    }
     assert {one["target"] for one in rows.values()} == {"stated"}
     assert rows["wrapped_step[stall]"]["unit"] == "ms"
     cpu = rows["wrapped_step[cpu]"]
