@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from jaxft.restorer import Restored
     from jaxft.snapshotter import Snapshotter
     from jaxft.startup import initialize
+    from jaxft.watched import long_phase
     from jaxft.wrapping import wrap
 
 __version__ = "0.1.0"
@@ -58,6 +59,7 @@ _HOMES = {
     "Restored": "jaxft.restorer",
     "Snapshotter": "jaxft.snapshotter",
     "initialize": "jaxft.startup",
+    "long_phase": "jaxft.watched",
     "make_mesh": "jaxft.device.mesh",
     "wrap": "jaxft.wrapping",
 }
@@ -88,6 +90,7 @@ __all__ = [
     "WireError",
     "__version__",
     "initialize",
+    "long_phase",
     "make_mesh",
     "wrap",
 ]

@@ -1,12 +1,14 @@
-"""The command line: `jaxft run`, `jaxft demo`, `jaxft export`."""
+"""The command line: `jaxft run`, `jaxft status`, `jaxft export`, `jaxft demo`."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from jaxft import __version__
+from jaxft.config import StoreAccess
 from jaxft.errors import ConfigError, JaxftError
 from jaxft.launch.hostdir import local_store
 from jaxft.launch.options import LOCAL_HOSTS_MAX, RunOptions, own_host_name, parse_hosts
@@ -46,7 +48,25 @@ def _commands(
     """Keeps JAX training alive: in-memory snapshots, erasure coded across hosts."""
 
 
-@app.command()
+# Of click, or of typer itself: which one depends on typer's version.
+_UsageError: Any = typer.BadParameter.__base__
+
+
+class _Run(TyperCommand):
+    """Says of an unknown option that it may be the training command's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except _UsageError as error:
+            if "--" not in given and type(error).__name__ == "NoSuchOption":
+                error.message += " (the training command comes after --: jaxft run [OPTIONS] -- "
+                error.message += "python train.py)"
+            raise
+
+
+@app.command(cls=_Run)
 def run(
     command: Annotated[
         list[str] | None, typer.Argument(help="After --: the training command.")
@@ -55,7 +75,9 @@ def run(
     hosts: Annotated[
         str,
         typer.Option(
-            rich_help_panel=_WORLD, help="MIN:MAX, or N: how many hosts the world may have."
+            rich_help_panel=_WORLD,
+            help="MIN:MAX: how many hosts the world may have; N: so many, no fewer (default: "
+            "all that --local-hosts starts).",
         ),
     ] = "",
     local_hosts: Annotated[
@@ -134,15 +156,23 @@ def run(
         str,
         typer.Option(
             rich_help_panel=_MACHINES,
-            help="Who may vouch for the store (default: whom the system trusts).",
+            help="Who may vouch for the store (default: whom the system trusts). Also "
+            "JAXFT_STORE_CA.",
         ),
     ] = "",
     store_cert: Annotated[
         str,
-        typer.Option(rich_help_panel=_MACHINES, help="The certificate to show to the store."),
+        typer.Option(
+            rich_help_panel=_MACHINES,
+            help="The certificate to show to the store. Also JAXFT_STORE_CERT.",
+        ),
     ] = "",
     store_key: Annotated[
-        str, typer.Option(rich_help_panel=_MACHINES, help="That certificate's private key.")
+        str,
+        typer.Option(
+            rich_help_panel=_MACHINES,
+            help="That certificate's private key. Also JAXFT_STORE_KEY.",
+        ),
     ] = "",
     lease_s: Annotated[
         float, typer.Option(rich_help_panel=_WAITING, help="A host silent for so long is lost.")
@@ -183,6 +213,13 @@ def run(
             help="How long a snapshot process may be silent; after twice that it is restarted.",
         ),
     ] = 5.0,
+    hang_s: Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=_WAITING,
+            help="How long a rank may not call save, or ten times its longest pause; 0: for ever.",
+        ),
+    ] = 600.0,
     exit_grace_s: Annotated[
         float,
         typer.Option(
@@ -214,7 +251,11 @@ def run(
     ] = False,
     respawn: Annotated[
         bool,
-        typer.Option(rich_help_panel=_ANEW, help="With --local-hosts: start killed agents again."),
+        typer.Option(
+            rich_help_panel=_ANEW,
+            help="With --local-hosts: start killed agents again. Without, fewer hosts can only "
+            "go on if --hosts MIN:MAX lets them.",
+        ),
     ] = True,
     log_dir: Annotated[
         str,
@@ -267,6 +308,7 @@ def run(
             agent_grace_s=agent_grace_s,
             store_grace_s=store_grace_s,
             silence_s=silence_s,
+            hang_s=hang_s,
             form_timeout_s=form_timeout_s,
             exit_grace_s=exit_grace_s,
             term_grace_s=term_grace_s,
@@ -294,6 +336,38 @@ def run(
 
 
 @app.command()
+def status(
+    job: Annotated[str, typer.Option(help="Name of the job (default: which jobs there are).")] = "",
+    store: Annotated[
+        str,
+        typer.Option(help="Of the job (default: as an agent on this machine has noted it)."),
+    ] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="For programs: docs/status.md explains the keys.")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Look again every 2 s, until Ctrl-C.")
+    ] = False,
+) -> None:
+    """Says how a job is: its hosts, its snapshots, and what could be lost right now.
+
+    It only reads. Run it on a host of the job, as the same user, or anywhere with the job's store
+    and key (JAXFT_JOB_KEY_FILE, or the store's). Exit status: 0 protected as asked for, 1 degraded,
+    2 bad usage, 3 no such job, or nothing of it can be reached, or it is over.
+    """
+    from jaxft.launch.show_status import show_status
+
+    try:
+        raise typer.Exit(show_status(job, store, as_json=as_json, watch=watch))
+    except ConfigError as error:
+        fail(error)
+        raise typer.Exit(EXIT_USAGE) from None
+    except JaxftError as error:
+        fail(error)
+        raise typer.Exit(EXIT_WORLD) from None
+
+
+@app.command()
 def export(
     directory: Annotated[str, typer.Argument(help="Of checkpoints; made if it is not there.")],
     job: Annotated[str, typer.Option(help="Name of the job.")] = "job",
@@ -301,19 +375,60 @@ def export(
         int | None, typer.Option(help="Of the snapshot (default: the newest in memory).")
     ] = None,
     store: Annotated[
-        str, typer.Option(help="Of the job, if it has hosts on other machines: etcd://HOST:PORT.")
+        str,
+        typer.Option(
+            help="Of the job, if it has hosts on other machines: etcds://HOST:PORT (default: as "
+            "an agent on this machine has noted it)."
+        ),
+    ] = "",
+    job_key_file: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_MACHINES,
+            help="The job's key, as for jaxft run (default: the one in the store). Also "
+            "JAXFT_JOB_KEY, JAXFT_JOB_KEY_FILE.",
+        ),
+    ] = "",
+    trust_network: Annotated[
+        bool,
+        typer.Option(
+            "--trust-network",
+            rich_help_panel=_MACHINES,
+            help="The job runs with it (found out by itself while an agent lives).",
+        ),
+    ] = False,
+    store_ca: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_MACHINES, help="Who may vouch for the store. Also JAXFT_STORE_CA."
+        ),
+    ] = "",
+    store_cert: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_MACHINES,
+            help="The certificate to show to the store. Also JAXFT_STORE_CERT.",
+        ),
+    ] = "",
+    store_key: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_MACHINES,
+            help="That certificate's private key. Also JAXFT_STORE_KEY.",
+        ),
     ] = "",
 ) -> None:
     """Writes a snapshot out of a job's memory to storage, as an Orbax checkpoint.
 
     It only reads: the job may train, or its ranks or its agents may be dead. Run it on a host of
-    the job, as the same user. Exit status: 0 it is written, 2 no such job or step, 3 it cannot be
-    read or written.
+    the job, as the same user, or anywhere with the job's store and key. Exit status: 0 it is
+    written, 2 no such job or step, or another key, 3 it cannot be read or written.
     """
     from jaxft.salvage import main as export_by_hand
 
     try:
-        written = export_by_hand(job, directory, step, store)
+        access = StoreAccess.of(store_ca, store_cert, store_key)
+        written = export_by_hand(job, directory, step, store, access, job_key_file, trust_network)
     except ConfigError as error:
         fail(error)
         raise typer.Exit(EXIT_USAGE) from None

@@ -8,6 +8,7 @@ Variables that the agent sets for a rank (and for nobody else to set):
     JAXFT_COORDINATOR          where jax.distributed meets
     JAXFT_SMP                  the Unix socket of the host's snapshot process
     JAXFT_ADDRESS              the IP address of the host, where hosts are on several machines
+    JAXFT_CALLS                the page in which the rank counts its calls of `save`
     JAXFT_PERSIST              for a persist helper, whose rank is its host's: the order's number
     JAXFT_EXPORT               for an exporter, a rank that writes to storage: where to, as JSON
     JAXFT_STORE                for these two: the store's URL, "" where there is none
@@ -187,6 +188,11 @@ class StoreAccess(msgspec.Struct, frozen=True, kw_only=True):
 
     def __repr__(self) -> str:
         return f"StoreAccess(ca={self.ca!r}, cert={self.cert!r}, user={self.user!r})"
+
+
+def calls_page(environ: Mapping[str, str] | None = None) -> str:
+    """Where the page is in which this rank counts its calls of `save`; "": nobody looks."""
+    return (os.environ if environ is None else environ).get("JAXFT_CALLS", "")
 
 
 def persist_number(environ: Mapping[str, str] | None = None) -> int | None:

@@ -159,7 +159,7 @@ def write(
         written, number = target.begin(record.id)
         record = msgspec.structs.replace(record, number=number)
     items = {}
-    tree = _orbax_tree(record, values, empty)
+    tree = orbax_tree(record, values, empty)
     if tree is not None:
         items[TREE] = ocp.args.StandardSave(tree)
     beside = {str(n): values[n] for n, one in enumerate(record.leaves) if one.where == "bytes"}
@@ -184,7 +184,7 @@ def write(
 _EMPTY: dict[str, Callable[[], Any]] = {"dict": dict, "list": list, "tuple": tuple}
 
 
-def _orbax_tree(record: Record, values: Mapping[int, Any], empty: Sequence[Leaf]) -> Any:
+def orbax_tree(record: Record, values: Mapping[int, Any], empty: Sequence[Leaf]) -> Any:
     """What Orbax is given to save; None if it has no leaf."""
     pairs = [
         (one.leaf.path, decode_literal(one.leaf) if one.leaf.kind == "literal" else values[n])

@@ -80,7 +80,7 @@ class Receipt:
                 ("persisted", self.persisted),
             )
         )
-        return f"Receipt(step={self.step}, id={self.id}, {states})"
+        return f"Receipt(step={self.step}, id={self.id}, {states}, parity={self.parity!r})"
 
 
 class SkippedReceipt(Receipt):

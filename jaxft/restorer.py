@@ -74,6 +74,12 @@ class Restored(msgspec.Struct, frozen=True, kw_only=True):
     reasons: tuple[str, ...]
     seconds: float
 
+    def __repr__(self) -> str:
+        """Without the arrays, which may be thousands of lines."""
+        shown = ("step", "source", "id", "reasons", "extras")
+        facts = ", ".join(f"{name}={getattr(self, name)!r}" for name in shown)
+        return f"Restored({facts}, state=..., seconds={self.seconds:.3f})"
+
 
 class _Damaged(ChunkDamaged):
     """Fragments that this rank found damaged."""

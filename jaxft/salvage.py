@@ -2,7 +2,8 @@
 
     SMPs of this machine (their sockets), and of others (the store) -> their ledgers
         -> the newest snapshot that they can give back, or that of a step, as a restore chooses it
-        -> held in its slots -> read, lost segments rebuilt here -> written as a persist does
+        -> held in its slots (`host.holds`) -> read, lost segments rebuilt here
+        -> let go -> written as a persist does
 
 It only reads. So it works beside a job that trains, after its ranks have died, and after its agents
 have, for as long as the SMPs live without one (`orphan_s`). One process reads the whole state, and
@@ -14,9 +15,10 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -24,13 +26,23 @@ import numpy as np
 from jaxft import config
 from jaxft.apart import set_jax_apart
 from jaxft.checkpoint import Directory
-from jaxft.errors import ConfigError, JaxftError, NothingRecoverable, StoreError, WireError
+from jaxft.config import StoreAccess
+from jaxft.errors import (
+    ConfigError,
+    JaxftError,
+    NothingRecoverable,
+    PeerUnreachable,
+    StoreError,
+    WireError,
+)
+from jaxft.group.account import Account
 from jaxft.group.manifest import SnapshotId
 from jaxft.group.messages import Damage, Ledger, Plan, Slot
-from jaxft.group.records import read_view
+from jaxft.group.records import JOB_KEY, View, read_view
 from jaxft.group.recovery import Holder, choose
 from jaxft.host import protocol as p
 from jaxft.host.coding import DamagedFragments
+from jaxft.host.holds import kept
 from jaxft.host.layout import LEDGER_KEY, segment_check
 from jaxft.host.ledger import LEDGER_BYTES, read_bytes
 from jaxft.host.local import LocalChannel, connect
@@ -41,46 +53,78 @@ from jaxft.host.shares import Shares
 from jaxft.host.trust import Trust
 from jaxft.host.wire import Network, ReadRequest, Refused
 from jaxft.host.wire_zmq import ZmqNetwork
-from jaxft.launch.job_keys import job_trust
-from jaxft.launch.options import RunOptions
-from jaxft.launch.stores import open_store
+from jaxft.launch.hostdir import noted_store
+from jaxft.launch.job_keys import given_key, reader_trust
+from jaxft.launch.store import Entry
+from jaxft.launch.stores import read_entries
+from jaxft.status.overview import newest_generation
+
+if TYPE_CHECKING:
+    from jaxft.export import Copied
 
 ASK_S = 3.0
 TRIES_MAX = 5
+THREADS_MAX = 64
 HERE = "here"
 
 
 class Found(NamedTuple):
-    """An SMP: its job, its host's name, where it serves what it holds, and a connection to it if
-    it is on this machine."""
+    """An SMP: its job, its host's name, where it serves what it holds; and what it says of itself
+    if it is on this machine."""
 
     job: str
     host: str
     address: str
-    channel: LocalChannel | None = None
+    account: Account | None = None
 
 
-def export(job: str, directory: Path, *, step: int | None = None, store: str = "") -> int:
+class _Stored(NamedTuple):
+    """What the job's store says: nothing where there is none, or (`problem`) it does not answer."""
+
+    url: str = ""
+    entries: Mapping[str, Entry] = {}
+    view: View | None = None
+    problem: str = ""
+
+
+def export(
+    job: str,
+    directory: Path,
+    *,
+    step: int | None = None,
+    store: str = "",
+    access: StoreAccess | None = None,
+    job_key_file: str = "",
+    trust_network: bool = False,
+) -> int:
     """Writes a snapshot of a job's memory to a directory of checkpoints; returns its step.
 
     Args:
         job: its name.
         directory: of the checkpoints; nothing else in it is deleted.
         step: of the snapshot (None: the newest one).
-        store: URL of the job's store, for hosts on other machines.
+        store: URL of the job's store, for hosts on other machines ("": as an agent on this machine
+            has noted it).
+        access: to that store; None: as noted, or as the environment says.
+        job_key_file: has the job's key ("": as the environment or the store says).
+        trust_network: hosts on other machines do not encrypt; where an agent lives, it says so.
 
     Raises:
-        ConfigError: no such job, or step; says which there are.
+        ConfigError: no such job, or step; says which there are. Or another job key than the hosts'.
         NothingRecoverable: what memory there is gives back no snapshot; says why.
         JaxftError: it could not be read or written.
     """
+    local, silent = _local()
+    here = [one for one in local if one.job == job]
+    stored = _stored(job, store, access)
+    found = [*here, *_others(job, here, stored, everywhere=bool(store))]
+    if not found:
+        if store:
+            raise StoreError(f"store {store} knows of no host of job {job}")
+        raise ConfigError(_no_job(job, sorted({one.job for one in local}), silent, stored))
+    trust = _trust(job, found, stored, job_key_file, trust_network)
     with contextlib.ExitStack() as stack:
-        local = stack.enter_context(_local())
-        found = [one for one in local if one.job == job]
-        found += _remote(store, job, {one.host for one in found}) if store else []
-        if not found:
-            raise ConfigError(_no_job(job, sorted({one.job for one in local}), store))
-        network = ZmqNetwork(_trust(job, store, found))
+        network = ZmqNetwork(trust)
         stack.callback(network.close)
         memory = Shares.create("export")
         stack.callback(memory.close)
@@ -88,71 +132,106 @@ def export(job: str, directory: Path, *, step: int | None = None, store: str = "
         return _Export(job, directory, step, found, network, memory).run()
 
 
-def _no_job(job: str, jobs: Sequence[str], store: str) -> str:
+def _no_job(job: str, jobs: Sequence[str], silent: Sequence[str], stored: _Stored) -> str:
     there = f"the jobs here are {', '.join(jobs)}" if jobs else "no job runs here"
-    where = "" if store else "; for hosts on other machines, give --store"
+    where = "; for hosts on other machines, give --store"
+    if stored.problem:
+        where = f"; and {stored.problem}"
+    if silent:
+        where = f", and these do not answer: {'; '.join(silent)}{where}"
     return (
         f"no snapshot process of job {job} is found in {config.run_dir()}: {there}{where}. The "
         "memory of a job goes when its agents end"
     )
 
 
-@contextlib.contextmanager
-def _local() -> Iterator[list[Found]]:
-    """All SMPs of this user on this machine."""
-    with contextlib.ExitStack() as stack:
-        found = []
-        for path in sorted({*config.run_dir().glob("*/smp.sock"), *_sockets()}):
-            with contextlib.suppress(WireError):
-                channel = connect(path, 0.0)
-                stack.callback(channel.close)
-                values = _inspect(channel)
-                job, host = str(values["job"]), str(values["host"])
-                found.append(Found(job, host, str(values["address"]), channel))
-        yield found
+def _local() -> tuple[list[Found], list[str]]:
+    """All SMPs of this user on this machine; and what is wrong with those that do not answer."""
+    found, silent = [], []
+    for path in sorted({*config.run_dir().glob("*/smp.sock"), *_sockets()}):
+        try:
+            channel = connect(path, 0.0)
+        except WireError:  # it is left of a process that is dead
+            continue
+        try:
+            told = _inspect(channel)
+        except WireError as error:
+            silent.append(f"{path.parent}: {error}")
+            continue
+        finally:
+            channel.close()
+        job, host = str(told.values["job"]), str(told.values["host"])
+        found.append(Found(job, host, str(told.values["address"]), told.account))
+    return found, silent
 
 
 def _sockets() -> Iterator[Path]:
     return config.run_dir().glob("*/*/smp.sock")
 
 
-def _inspect(channel: LocalChannel) -> dict[str, Any]:
+def _inspect(channel: LocalChannel) -> p.Inspection:
     channel.send(p.encode(p.Inspect()), timeout_s=ASK_S)
     received = channel.receive(ASK_S)
     message = None if received is None else p.decode_server(received.payload)
     if not isinstance(message, p.Inspection):
         raise WireError(f"the snapshot process (pid {channel.peer_pid}) does not describe itself")
-    return dict(message.values)
+    return message
 
 
-def _remote(url: str, job: str, known: set[str]) -> list[Found]:
-    """The hosts that the store knows, and that are not on this machine."""
-    store = open_store(url, job=job)
+def _stored(job: str, url: str, access: StoreAccess | None) -> _Stored:
+    """What is in the store of this URL, or in the one that an agent has noted here, which may be
+    away: what is here may do."""
+    if url:
+        entries = read_entries(url, job, access)
+        return _Stored(url, entries, read_view(entries))
+    config.check_name("job", job)
+    notes = (noted_store(path.parent) for path in sorted(config.run_dir().glob(f"{job}/*/store")))
+    note = next((one for one in notes if one is not None), None)
+    if note is None:
+        return _Stored()
+    if access is None or not (access.ca or access.cert):
+        access = StoreAccess.of(note.ca, note.cert, note.key)
     try:
-        view = read_view(store.read())
-    finally:
-        store.close()
-    members = {record.host: record.address for record in view.hosts.values()}
-    if view.generation is not None:
-        everyone = (*view.generation.hosts, *view.generation.holders)
-        members = {member.host: member.address for member in everyone} | members
-    if not members and not known:
-        raise StoreError(f"store {url} knows of no host of job {job}")
-    return [Found(job, host, address) for host, address in members.items() if host not in known]
+        entries = read_entries(note.url, job, access)
+    except StoreError as error:
+        return _Stored(problem=str(error))
+    return _Stored(note.url, entries, read_view(entries))
 
 
-def _trust(job: str, url: str, found: Sequence[Found]) -> Trust | None:
+def _others(job: str, here: Sequence[Found], stored: _Stored, *, everywhere: bool) -> list[Found]:
+    """The hosts that the store, or a host of this machine, knows, and that are not found here: on
+    other machines, or `everywhere`."""
+    accounts = [one.account for one in here if one.account is not None]
+    generation = newest_generation(accounts, stored.view)
+    everyone = () if generation is None else (*generation.hosts, *generation.holders)
+    records = () if stored.view is None else stored.view.hosts.values()
+    addresses = {one.host: one.address for one in (*everyone, *records)}
+    known = {one.host for one in here}
+    return [
+        Found(job, host, address)
+        for host, address in addresses.items()
+        if host not in known and (everywhere or address.startswith("tcp://"))
+    ]
+
+
+def _trust(
+    job: str, found: Sequence[Found], stored: _Stored, key_file: str, trust_network: bool
+) -> Trust | None:
     """What hosts on other machines know this process by: the job's key."""
     if not any(one.address.startswith("tcp://") for one in found):
         return None
-    options = RunOptions(
-        job=job, host="export", command=("export",), store=url, address="127.0.0.1"
-    )
-    store = open_store(url, job=job)
-    try:
-        return job_trust(options, store, lambda text: None)
-    finally:
-        store.close()
+    records = () if stored.view is None else stored.view.hosts.values()
+    known = (*records, *(one.account for one in found if one.account is not None))
+    name = next((one.trust for one in known if one.trust), "")
+    if JOB_KEY not in stored.entries and given_key(key_file) is None:
+        whose = "no store of that job is on this machine, and no job key is given"
+        if stored.url or stored.problem:
+            whose = stored.problem or f"the store {stored.url} has no key, and none is given"
+        raise ConfigError(
+            f"job {job} has hosts that only talk to who has its key: {whose}. Give --store "
+            "etcd://HOST:PORT, as for jaxft run, or --job-key-file (or JAXFT_JOB_KEY_FILE)"
+        )
+    return reader_trust(name, stored.entries, key_file, clear=trust_network)
 
 
 class _Export:
@@ -174,40 +253,85 @@ class _Export:
         self.network = network
         self.memory = memory
         self.damages: dict[SnapshotId, frozenset[Damage]] = {}
+        self.mute: dict[str, str] = {}
+        self.why = ""
 
     def run(self) -> int:
         Directory(self.directory).check_writable()
         Directory(self.directory).check_job(self.job)
+        self._check_manager()
         for attempt in range(1, TRIES_MAX + 1):
             holders = self._holders()
             plan = self._plan(holders, attempt)
             assert plan.chosen is not None
-            self._hold(plan.chosen)
-            try:
-                self._write(plan, holders)
-            except DamagedFragments as error:
-                # Or its slot was given away before it was held: then the newest is another one.
-                known = self.damages.get(plan.chosen, frozenset())
-                self.damages[plan.chosen] = known | error.damaged
-                last: JaxftError = error
-            else:
+            if self._has(plan.step, plan.chosen):
                 return plan.step
-        raise NothingRecoverable(f"given up after {TRIES_MAX} tries: {last}")
+            with kept(self.network, _addresses(plan), plan.chosen) as lost:
+                copied = None if lost else self._read(plan, holders)
+            if copied is not None:
+                self._write(plan.step, copied)
+                return plan.step
+            if lost:
+                self.why = f"snapshot {plan.chosen} was replaced by a newer one as it was chosen"
+        raise NothingRecoverable(
+            f"given up after {TRIES_MAX} tries: {self.why}. If snapshots come faster than they can "
+            "be read from here, run it on a host of the job, or lengthen their interval (`every`)"
+        )
+
+    # -------------------------------------------------------------------- the directory
+
+    def _check_manager(self) -> None:
+        """Refuses a directory in which another job's `jaxft.orbax` manager writes."""
+        from jaxft.orbax.storage import JOB
+
+        path = self.directory / JOB
+        other = path.read_text().strip() if path.is_file() else ""
+        if other not in ("", self.job):
+            raise ConfigError(
+                f"{self.directory} is job {other}'s ({path} says so), and this is job {self.job}: "
+                "name another directory"
+            )
+
+    def _has(self, step: int, identity: SnapshotId) -> bool:
+        """Is this snapshot there already?
+
+        Raises:
+            ConfigError: something else has its step; it would be lost.
+        """
+        from jaxft.orbax.storage import entry_at
+
+        path = self.directory / str(step)
+        if not path.exists() or (found := entry_at(step, path).id) == identity:
+            return path.exists()
+        other = "one that jaxft knows nothing of" if found is None else f"snapshot {found}"
+        raise ConfigError(
+            f"{path} is there, and is {other}; the snapshot in memory is {identity}. Name another "
+            "directory, or move that step away"
+        )
 
     # -------------------------------------------------------------------- what there is
 
     def _holders(self) -> list[Holder]:
-        """Every SMP that gives its ledger; and this process, which rebuilds what is lost."""
+        """Every SMP that gives its ledger; and this process, which rebuilds what is lost. One that
+        did not is not asked again: the others' snapshots would get old meanwhile."""
         holders = [Holder("", HERE, Ledger(arena=HERE))]
-        why = []
-        for one in self.found:
-            try:
-                holders.append(Holder(one.host, one.address, self._ledger(one), member=False))
-            except JaxftError as error:
-                why.append(f"{one.host}: {error}")
+        asked = [one for one in self.found if one.host not in self.mute]
+        with ThreadPoolExecutor(min(THREADS_MAX, len(asked) or 1)) as pool:
+            for one, answer in zip(asked, pool.map(self._ledger_or_why, asked), strict=True):
+                if isinstance(answer, str):
+                    self.mute[one.host] = answer
+                else:
+                    holders.append(Holder(one.host, one.address, answer, member=False))
         if len(holders) == 1:
-            raise NothingRecoverable(f"no host of job {self.job} answers: {'; '.join(why)}")
+            why = "; ".join(f"{host}: {reason}" for host, reason in self.mute.items())
+            raise NothingRecoverable(f"no host of job {self.job} answers: {why}")
         return holders
+
+    def _ledger_or_why(self, one: Found) -> Ledger | str:
+        try:
+            return self._ledger(one)
+        except JaxftError as error:
+            return str(error)
 
     def _ledger(self, one: Found) -> Ledger:
         request = ReadRequest(bulk_address(one.address), LEDGER_KEY, 0, LEDGER_BYTES, None)
@@ -236,27 +360,36 @@ class _Export:
             )
         reasons = "; ".join(plan.reasons)
         hosts = ", ".join(one.name for one in holders if one.name)
-        raise NothingRecoverable(f"of steps {there} on {hosts}, none can be given back: {reasons}")
-
-    def _hold(self, identity: SnapshotId) -> None:
-        """Keeps its slots here from being granted. (Those of other machines are quick, or lost.)"""
-        for one in self.found:
-            if one.channel is not None:
-                with contextlib.suppress(WireError):
-                    one.channel.send(p.encode(p.Hold(id=identity)), timeout_s=ASK_S)
-                    _inspect(one.channel)
+        mute = "".join(f"; {host} does not answer: {why}" for host, why in self.mute.items())
+        raise NothingRecoverable(
+            f"of steps {there} on {hosts}, none can be given back: {reasons}{mute}"
+        )
 
     # -------------------------------------------------------------------- reading and writing
 
-    def _write(self, plan: Plan, holders: Sequence[Holder]) -> None:
+    def _read(self, plan: Plan, holders: Sequence[Holder]) -> Copied | None:
+        """The snapshot; None if it is to be planned again, for the reason `why`."""
+        try:
+            return self._copy(plan, holders)
+        except DamagedFragments as error:
+            assert plan.chosen is not None
+            known = self.damages.get(plan.chosen, frozenset())
+            self.damages[plan.chosen] = known | error.damaged
+            self.why = str(error)
+        except PeerUnreachable as error:
+            self.why = str(error)
+        return None
+
+    def _copy(self, plan: Plan, holders: Sequence[Holder]) -> Copied:
         import jax
         from jax.sharding import Mesh
 
         from jaxft.device.assembly import Targets, needs
         from jaxft.device.placing import assemble
-        from jaxft.export import copy, write
+        from jaxft.export import copy
 
         assert plan.chosen is not None
+        self.memory.drop_rebuilt()  # of an earlier try
         recall = Recall(plan, self.network, threading.Event(), HERE, self.memory)
 
         def bring(targets: Targets) -> Any:
@@ -265,8 +398,27 @@ class _Export:
 
         lineage = max((one.ledger.lineage for one in holders), key=len)
         mesh = Mesh(np.array(jax.devices()[:1]), ("host",))
-        copied = copy(plan.chosen, self.job, lineage, recall.manifests(), bring, mesh)
-        write(self.directory, *copied, keep=None, may_commit=lambda: None)
+        return copy(plan.chosen, self.job, lineage, recall.manifests(), bring, mesh)
+
+    def _write(self, step: int, copied: Copied) -> None:
+        from jaxft.export import write
+        from jaxft.orbax.exported import write_items
+
+        try:
+            if not write_items(self.directory, copied):
+                write(self.directory, *copied, keep=None, may_commit=lambda: None)
+        except OSError as error:
+            raise JaxftError(
+                f"step {step} of job {self.job} could not be written to {self.directory}: "
+                f"{error}; it is still in memory"
+            ) from error
+
+
+def _addresses(plan: Plan) -> list[str]:
+    """Where the shares are that may be read."""
+    addresses = [address for _, address in plan.shares]
+    addresses += [one.address for one in plan.segments if not one.rebuilt]
+    return sorted({bulk_address(address) for address in addresses if address != HERE})
 
 
 class _Pieces:
@@ -317,6 +469,22 @@ def _only(ledger: Ledger, step: int) -> Ledger:
     return msgspec.structs.replace(ledger, slots=(first, second))
 
 
-def main(job: str, directory: str, step: int | None, store: str) -> int:
+def main(
+    job: str,
+    directory: str,
+    step: int | None,
+    store: str,
+    access: StoreAccess,
+    job_key_file: str,
+    trust_network: bool,
+) -> int:
     """`jaxft export`."""
-    return export(job, Path(os.path.abspath(directory)), step=step, store=store)
+    return export(
+        job,
+        Path(os.path.abspath(directory)),
+        step=step,
+        store=store,
+        access=access,
+        job_key_file=job_key_file,
+        trust_network=trust_network,
+    )

@@ -126,6 +126,11 @@ class Schedule:
         self._last_call = (now_s, step)
 
     @property
+    def taken(self) -> int:
+        """The number of the last snapshot out of turn that has begun, or was decided; 0: none."""
+        return self._taken
+
+    @property
     def last_step(self) -> int | None:
         """The step that `save` was called with last."""
         return None if self._last_call is None else self._last_call[1]

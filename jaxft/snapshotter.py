@@ -62,6 +62,7 @@ from jaxft.restorer import Restored, restore
 from jaxft.schedule import AwaitTurn, Begin, Missed, Schedule, Skip
 from jaxft.startup import leaves_by, rank_options, take_seat
 from jaxft.status.events import EventLog
+from jaxft.watched import be_watched
 
 _log = logging.getLogger(__name__)
 
@@ -169,6 +170,8 @@ class Snapshotter:
         self._lock = threading.Lock()  # guards the next six, which both threads change
         self._quiet: _Quiet | None = None
         self._schedule = Schedule()
+        self._page = be_watched()
+        self._counter = self._page.counter  # of calls, which the agent looks at
         self._meter = Meter() if isinstance(every, Auto) else None
         self._receipts: dict[int, Receipt] = {}
         self._latest_step: int | None = None
@@ -349,6 +352,7 @@ class Snapshotter:
             if quiet is None or step >= quiet.until:
                 return None
             self._schedule.skip(step, now_s)
+            self._counter[0] = self._schedule.calls
         if self._events.is_on:
             self._events.emit("save_skipped", step=step, due_step=quiet.until)
         receipt = SkippedReceipt(step, quiet.code, quiet.why, self._last_failure)
@@ -377,6 +381,7 @@ class Snapshotter:
         with self._lock:
             self._quiet = None
             self._schedule.enter(forced=force)
+            self._counter[0] = self._schedule.calls
         self._meter_called(step, state, now_s)
         planned = None
         if self._schedule.is_due(step):  # a tree that cannot be saved is refused before it begins
@@ -777,6 +782,11 @@ class Snapshotter:
         return self._schedule.seq
 
     @property
+    def turn(self) -> int:
+        """The number of the last snapshot out of turn that was begun here; 0 before any."""
+        return self._schedule.taken
+
+    @property
     def step(self) -> int | None:
         """The step of the last call of `save`, or what was restored; None before either."""
         return self._schedule.last_step
@@ -796,6 +806,7 @@ class Snapshotter:
             return
         with self._lock:
             self._closed, self._quiet = True, None
+        self._page.end()
         deadline_s = time.monotonic() + timeout_s
         self._jobs.put(None)
         self._worker.join(timeout_s)

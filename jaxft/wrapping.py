@@ -34,13 +34,14 @@ from jaxft.device import calls
 from jaxft.device.agreement import Agreement
 from jaxft.device.calls import Call
 from jaxft.device.executables import Executables, key_of
-from jaxft.device.shards import Plan
+from jaxft.device.shards import SMALL_BYTES, Plan
 from jaxft.device.transfer import StagedLeaves
 from jaxft.device.twin import LoweredTwin, NotTaken, Outputs, Twin
 from jaxft.errors import ConfigError
 from jaxft.group.manifest import SnapshotId
 from jaxft.receipt import Receipt
 from jaxft.snapshotter import Snapshotter
+from jaxft.watched import long_phase
 
 _log = logging.getLogger(__name__)
 
@@ -432,7 +433,8 @@ class _Twins:
         is_kept = self._agreement.all_say("kept", identity.seq, twin is not None, BUILD_S)
         if lowered is not None and not is_kept:
             try:
-                compiled = lowered.compile()
+                with long_phase("compiling the step's second version"):
+                    compiled = lowered.compile()
                 twin = lowered.twin(compiled)
             except Exception as error:  # noqa: BLE001 - as above, or there is no memory for it
                 twin, reason = None, _brief(error)
@@ -442,7 +444,10 @@ class _Twins:
             self.refuse(reason)
             return None
         if self._wants_parity and twin is not None and twin.lanes is None:
-            why = "no large leaf is in equal rows on all devices of the world"
+            why = (
+                f"no leaf of more than {SMALL_BYTES >> 10} KiB a shard lies on all devices of the "
+                "world in equal rows, with as many devices on each host"
+            )
             if plan.lanes is not None:
                 why = "some of the large leaves are no arguments of the step's program"
             _log.warning('parity="device": the hosts compute all parity of this state: %s', why)

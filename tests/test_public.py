@@ -37,6 +37,7 @@ PUBLIC = [
     "WireError",
     "__version__",
     "initialize",
+    "long_phase",
     "make_mesh",
     "wrap",
 ]

@@ -366,12 +366,13 @@ def test_a_receipt_can_be_read(lone: Lone) -> None:
     receipt.id = SnapshotId(2, 7, "ab")
     assert (
         repr(receipt)
-        == "Receipt(step=5, id=2.7, staged=pending, protected=pending, persisted=pending)"
+        == "Receipt(step=5, id=2.7, staged=pending, protected=pending, persisted=pending, "
+        "parity='host')"
     )
     receipt.stage()
     receipt.protect()
     receipt.fail(jaxft.SnapshotError("x"))
-    assert repr(receipt) == "Receipt(step=5, id=2.7, staged=yes, protected=yes, persisted=no)"
+    assert "staged=yes, protected=yes, persisted=no" in repr(receipt)
     skipped = SkippedReceipt(6, code, "not due", None)
     assert repr(skipped) == "Receipt(step=6, skipped='not due')"
     with lone.open(every=1) as snapshotter:

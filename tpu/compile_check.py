@@ -11,35 +11,40 @@ off tiles:
   what the words take (they are moved into rows, and from rows).
 
 What it requires of the twin (`jaxft.wrap`) of a step of two transformer blocks with AdamW, whose
-state is donated, and replicated or sharded over the topology's devices:
+state is in float32, first moments in bfloat16, and is donated, replicated or sharded over four
+hosts of one device (3+1) or two hosts of four (1+1), without parity and with that of the devices:
 - every fusion of the step is one of the twin's, but for names, the place in the memory on the
   chip or beside it, and the collective that is under way at the time;
-- the twin takes no more temporary memory than the step and the owned bytes of a device, and donates
-  as much;
-- the owned bytes go to the host's memory.
+- what it gives, the owned bytes of a device and their parity, goes to the host's memory;
+- the twin takes no more temporary memory than the step, what it gives (what of it has elements of
+  less than a word, twice), and for parity MOST_BUCKETS of the buckets that are worked on one after
+  the other; and it donates as much as the step;
+- beside the step's collectives there are k x m permutations a bucket, and nothing else.
 
 It prints a line for each kind of check, and every miss. Exit status: 0 if all holds, 1 if not, 2
 if a package is missing. Packages: `pip install 'jax[tpu]'` (1.4 GB) for TPUs; for GPUs
 `pip install --no-deps jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12` in the version of
-jax (0.6 GB, compiles and cannot run). For the twin also optax. It is compiled for TPUs only: a GPU
-that is not there does not tell which memory it has.
+jax (0.6 GB, compiles and cannot run). For the twin also optax. A GPU that is not there does not say
+which memory it has, and JAX then leaves out of a program what is to be in the host's: so the twin
+is made on devices of the CPU, for CUDA, and given to the compiler in the way that JAX does it
+(which is private to JAX).
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import re
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
@@ -48,13 +53,17 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, use_abstract_mesh
 from jax.sharding import PartitionSpec as P
+from program_text import PERMUTE, collectives, fusions
 
 from jaxft.device.calls import Call
-from jaxft.device.leaves import describe
-from jaxft.device.parity import Kernel, combine, lay_out, pack, unpack
-from jaxft.device.shards import make_plan
+from jaxft.device.lanes import Rings, find_rings
+from jaxft.device.leaves import describe, element
+from jaxft.device.parity import Kernel, combine, exchange, lay_out, pack, unpack
+from jaxft.device.shards import Plan, Processes, make_plan
 from jaxft.device.twin import LoweredTwin, Outputs
 from jaxft.group.codec import decode_matrix, encode_rows
+from jaxft.group.placement import form_groups
+from jaxft.group.world import Code
 
 WORDS = 1 << 20
 # Whole rows of lanes but no whole blocks, shorter than a block, and neither.
@@ -82,32 +91,94 @@ GPU = AbstractDevice("NVIDIA H200", num_cores=132, platform="gpu")
 
 
 @dataclass(frozen=True)
-class Target:
-    """What is compiled for: where to get it, its Pallas kernel, and what to install for it."""
+class World:
+    """Hosts, how many devices each has, and the code between them."""
 
-    describe: Callable[[], Any]
+    hosts: int
+    each: int
+    code: Code
+
+
+WORLDS = (
+    World(4, 1, Code(data=3, parity=1)),
+    World(2, 4, Code(data=1, parity=1)),
+)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program: its text, what it takes of memory, how long it took."""
+
+    text: str
+    memory: Any
+    compile_s: float
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is compiled for: the devices of a world, the platform if programs are not made on these
+    but on the CPU's, its Pallas kernel, and what to install for it."""
+
+    describe: Callable[[World], Sequence[Any]]
     pallas: Kernel
     install: str
+    platform: str | None = None
+
+    def made_on(self, world: World) -> Sequence[Any]:
+        """The devices that a program of several is made on."""
+        found = self.describe(world)
+        return found if self.platform is None else jax.devices()[: len(found)]
+
+    def compile(self, lowered: Any, world: World) -> Program:
+        start_s = time.monotonic()
+        if self.platform is None:
+            made = lowered.compile()
+            text, memory = made.as_text(), made.memory_analysis()
+        else:
+            made = _compile_beside(lowered, self.describe(world))
+            text, memory = made.hlo_modules()[0].to_string(), made.get_compiled_memory_stats()
+        return Program(text, memory, time.monotonic() - start_s)
 
 
-def _tpu(topology: str) -> Target:
-    get = partial(topologies.get_topology_desc, platform="tpu", topology_name=topology)
-    return Target(get, "pallas_tpu", "pip install 'jax[tpu]'")
+def _compile_beside(lowered: Any, devices: Sequence[Any]) -> Any:
+    """Compiles for other devices than the program was made on. All its inputs and outputs say where
+    they are."""
+    from jax._src.compiler import get_compile_options
+    from jaxlib.xla_client import DeviceList
+
+    numbers = np.arange(len(devices))[np.newaxis]
+    options = get_compile_options(1, len(devices), device_assignment=numbers)
+    where = DeviceList(tuple(devices))
+    module = lowered.compiler_ir("stablehlo")
+    return devices[0].client.compile(module, executable_devices=where, compile_options=options)
+
+
+def _tpu(kind: str) -> Target:
+    def describe(world: World) -> Sequence[Any]:
+        """A host has one chip of the topology, or four."""
+        shape = f"{kind}:2x{world.hosts * world.each // 2}"
+        bounds = (1, 1, 1) if world.each == 1 else (2, 2, 1)
+        get = topologies.get_topology_desc
+        devices = get(platform="tpu", topology_name=shape, chips_per_host_bounds=bounds).devices
+        return sorted(devices, key=lambda device: (device.process_index, device.id))
+
+    return Target(describe, "pallas_tpu", "pip install 'jax[tpu]'")
 
 
 def _gpu(config: str) -> Target:
-    get = partial(
-        topologies.get_topology_desc,
-        platform="cuda",
-        topology_name="one",
-        topology="1x1x1",
-        target_config=config,
-    )
+    def describe(world: World) -> Sequence[Any]:
+        return topologies.get_topology_desc(
+            platform="cuda",
+            topology_name="hosts",
+            topology=f"1x{world.hosts}x{world.each}",
+            target_config=config,
+        ).devices
+
     packages = "jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12"
-    return Target(get, "pallas_gpu", f"pip install --no-deps {packages}")
+    return Target(describe, "pallas_gpu", f"pip install --no-deps {packages}", "cuda")
 
 
-TARGETS = {"v5e": _tpu("v5e:2x2"), "v6e": _tpu("v6e:2x2"), "h200": _gpu(H200)}
+TARGETS = {"v5e": _tpu("v5e"), "v6e": _tpu("v6e"), "h200": _gpu(H200)}
 
 
 @dataclass(frozen=True)
@@ -135,7 +206,7 @@ class Checks:
         self.name = name
         self.pallas = target.pallas
         self.quick = quick
-        self.sharding = jax.sharding.SingleDeviceSharding(target.describe().devices[0])
+        self.sharding = jax.sharding.SingleDeviceSharding(target.describe(WORLDS[0])[0])
         self.misses: list[str] = []
 
     def run(self) -> None:
@@ -219,9 +290,15 @@ CODES = [(k, m) for k in range(1, 9) for m in range(1, 5)]
 
 HEADS = 8
 # A batch's sequences for each device, their length, and the width of the blocks.
-SHAPE = (2, 256, 512)
+SHAPE = (1, 128, 1536)
 QUICK_SHAPE = (1, 64, 512)
 LAYERS = 2
+# There are the own words of a bucket in device memory, those that are sent, those that have come,
+# and what packing takes; but some of what is given has gone by then.
+MOST_BUCKETS = 2
+# When it goes is a matter of the schedule, and so is what the step takes, whose memory it is set
+# against.
+NEARLY = 1.05
 
 
 class TwinChecks:
@@ -229,59 +306,85 @@ class TwinChecks:
 
     def __init__(self, name: str, target: Target, quick: bool) -> None:
         self.name = name
+        self.target = target
         self.shape = QUICK_SHAPE if quick else SHAPE
-        self.mesh = Mesh(np.array(target.describe().devices).flatten(), ("data",))
+        self.worlds = WORLDS[:1] if quick else WORLDS
         self.misses: list[str] = []
+        target.describe(WORLDS[0])
 
     def run(self) -> None:
-        if self.mesh.devices.flat[0].platform != "tpu":
-            print(f"{self.name}: no twin is compiled for it")
-            return
-        for what, spec in [("replicated", P()), ("sharded", P("data"))]:
-            self.compare(what, spec)
+        for world in self.worlds:
+            for what, spec in [("replicated", P()), ("sharded", P("data"))]:
+                self.compare(world, what, spec)
 
-    def compare(self, what: str, spec: P) -> None:
-        """Compiles the step with a state of this sharding, and its twin."""
-        where = f"{self.name}, twin, {what}"
-        step, state, batch = self._step(spec)
-        bare = step.lower(state, batch).compile()
-        given = jax.tree.map(_placed, jax.eval_shape(step, state, batch), bare.output_shardings)
-        plan = make_plan(state)
-        call = Call(step, (state, batch), {})
-        lowered = LoweredTwin(call, Outputs.of(given), plan, jax.tree.leaves(state))
-        compiled = lowered.compile()
-        lowered.twin(compiled)
-        owned: Counter[Any] = Counter()
-        for one in plan.owned:
-            owned[one.device] += one.range.nbytes
-        self._judge(where, bare, compiled, max(owned.values()))
+    def compare(self, world: World, what: str, spec: P) -> None:
+        """Compiles the step with a state of this sharding, and its twins."""
+        devices = self.target.made_on(world)
+        step, state, batch = self._step(Mesh(np.array(devices), ("data",)), spec)
+        platforms = None if self.target.platform is None else (self.target.platform,)
+        lowered = step.trace(state, batch).lower(lowering_platforms=platforms)
+        bare = self.target.compile(lowered, world)
+        shardings = jax.tree.map(lambda one: one.sharding, state), batch.sharding.update(spec=P())
+        given = jax.tree.map(_placed, jax.eval_shape(step, state, batch), shardings)
+        for rings in (None, _rings(world, devices)):
+            processes = Processes(index=0, count=world.hosts, of=_process_of(world, devices))
+            plan = make_plan(state, processes, rings)
+            call = Call(step, (state, batch), {})
+            twin = LoweredTwin(
+                call,
+                Outputs.of(given),
+                plan,
+                jax.tree.leaves(state),
+                platform=self.target.platform,
+            )
+            coded = "no parity" if twin.lanes is None else str(world.code)
+            where = f"{self.name}, twin, {len(devices)} devices, {what}, {coded}"
+            self._judge(where, bare, self.target.compile(twin.lowered, world), plan)
 
-    def _judge(self, where: str, bare: Any, compiled: Any, owned_bytes: int) -> None:
-        of_step, of_twin = fusions(bare.as_text()), fusions(compiled.as_text())
+    def _judge(self, where: str, bare: Program, twin: Program, plan: Plan) -> None:
+        of_step, of_twin = fusions(bare.text), fusions(twin.text)
         gone = (of_step - of_twin).total()
-        before, after = bare.memory_analysis(), compiled.memory_analysis()
+        given_bytes, narrow_bytes = _owned_bytes(plan)
+        bucket_bytes, rounds = 0, 0
+        if plan.lanes is not None:
+            geometry = plan.lanes.geometry
+            buckets = exchange.buckets(geometry)
+            given_bytes += geometry.parity_bytes
+            bucket_bytes = geometry.k * (buckets[0][1] - buckets[0][0])
+            rounds = geometry.k * geometry.m * len(buckets)
+        before, after = bare.memory, twin.memory
         temp_bytes = after.temp_size_in_bytes - before.temp_size_in_bytes
         host_bytes = after.host_output_size_in_bytes
+        mine, other = collectives(bare.text), collectives(twin.text)
+        permuted = sum(other[one] - mine[one] for one in other if one[0] == PERMUTE)
+        beside = sorted({one for one in other.keys() - mine.keys() if one[0] != PERMUTE})
         print(
             f"{where}: {gone} of the step's {of_step.total()} fusions are not among the twin's "
-            f"{of_twin.total()}; a device owns {owned_bytes} bytes, {host_bytes} go to the host, "
-            f"{temp_bytes} bytes of temporary memory beyond the step's {before.temp_size_in_bytes}",
+            f"{of_twin.total()}; it gives {given_bytes} bytes a device, {host_bytes} to the host; "
+            f"{temp_bytes} bytes of temporary memory beyond the step's "
+            f"{before.temp_size_in_bytes}, a bucket has {bucket_bytes}; {permuted} permutations; "
+            f"compiled in {twin.compile_s:.0f} s, the step in {bare.compile_s:.0f} s",
             flush=True,
         )
         if gone:
             self.misses.append(f"{where}: {gone} fusions of the step are not the twin's")
-        if temp_bytes > owned_bytes + SLACK_BYTES:
+        most_bytes = NEARLY * given_bytes + narrow_bytes + MOST_BUCKETS * bucket_bytes
+        if temp_bytes > most_bytes + SLACK_BYTES:
             self.misses.append(f"{where}: {temp_bytes} bytes more of temporary memory")
-        if host_bytes < owned_bytes:
+        if host_bytes < given_bytes:
             self.misses.append(f"{where}: only {host_bytes} bytes are given to the host")
         if not after.alias_size_in_bytes == before.alias_size_in_bytes > 0:
             self.misses.append(f"{where}: the twin does not donate what the step does")
+        if permuted != rounds:
+            self.misses.append(f"{where}: {permuted} permutations, expected {rounds}")
+        if beside:
+            self.misses.append(f"{where}: collectives that are not the step's: {beside}")
 
-    def _step(self, spec: P) -> tuple[Any, Any, Any]:
+    def _step(self, mesh: Mesh, spec: P) -> tuple[Any, Any, Any]:
         """A jitted step, and what stands for its state and its batch."""
         import optax
 
-        optimizer = optax.adamw(1e-3)
+        optimizer = optax.adamw(1e-3, mu_dtype=jnp.bfloat16)
         sequences, length, width = self.shape
 
         def begin() -> dict[str, Any]:
@@ -292,7 +395,7 @@ class TwinChecks:
             return {"weights": weights, "optimizer": optimizer.init(weights), "step": jnp.int32(0)}
 
         def place(looks: Any) -> Any:
-            return _placed(looks, NamedSharding(self.mesh, spec if looks.shape else P()))
+            return _placed(looks, NamedSharding(mesh, spec if looks.shape else P()))
 
         state = jax.tree.map(place, jax.eval_shape(begin))
         places = jax.tree.map(lambda one: one.sharding, state)
@@ -303,10 +406,33 @@ class TwinChecks:
             weights = optax.apply_updates(state["weights"], changes)
             return {"weights": weights, "optimizer": moments, "step": state["step"] + 1}, loss
 
-        sizes = (sequences * self.mesh.size, length, width)
+        sizes = (sequences * mesh.size, length, width)
         batch = jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-        batch = _placed(batch, NamedSharding(self.mesh, P("data")))
-        return jax.jit(update, donate_argnums=0, out_shardings=(places, None)), state, batch
+        batch = _placed(batch, NamedSharding(mesh, P("data")))
+        outputs = (places, NamedSharding(mesh, P()))
+        return jax.jit(update, donate_argnums=0, out_shardings=outputs), state, batch
+
+
+def _process_of(world: World, devices: Sequence[Any]) -> Callable[[Any], int]:
+    """Which host a device is of: they follow each other."""
+    places = {device: number // world.each for number, device in enumerate(devices)}
+    return places.__getitem__
+
+
+def _rings(world: World, devices: Sequence[Any]) -> Rings:
+    groups = form_groups(world.hosts, world.code)
+    return find_rings(groups, [1] * world.hosts, devices, _process_of(world, devices), 0)
+
+
+def _owned_bytes(plan: Plan) -> tuple[int, int]:
+    """How much of the state a device owns; and of that, what has elements of less than a word."""
+    owned: Counter[Any] = Counter()
+    narrow: Counter[Any] = Counter()
+    for one in plan.owned:
+        owned[one.device] += one.range.nbytes
+        if element(plan.leaves[one.range.leaf]).itemsize < 4:
+            narrow[one.device] += one.range.nbytes
+    return max(owned.values()), max(narrow.values(), default=0)
 
 
 def _placed(looks: Any, sharding: Any) -> jax.ShapeDtypeStruct:
@@ -345,56 +471,6 @@ def normalized(x: jax.Array) -> jax.Array:
     return (wide * scale).astype(x.dtype)
 
 
-# In an optimized program's text: the head of a computation, an instruction, and what in it is told
-# apart by name only or says where a value comes from. `S(1)` is where a TPU has it when: in its
-# memory on the chip or not, which depends on what else the program does.
-COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.-]+) \(.*\{$")
-INSTRUCTION = re.compile(r"^ +(ROOT )?%([\w.-]+) = (.*)$")
-NAME = re.compile(r"%([\w.-]+)")
-ASIDE = re.compile(r", (?:metadata|backend_config|frontend_attributes|control-predecessors)=\{.*$")
-MEMORY = re.compile(r":?S\(\d+\)")
-PARAMETER = re.compile(r"parameter\(\d+\)")
-BESIDE = "async_collective_fusion"
-IN_ORDER = re.compile(r"/\*index=\d+\*/")
-
-
-def fusions(text: str) -> Counter[str]:
-    """The fusions of an optimized program, as digests of what they compute.
-
-    A value is the digest of its instruction, with its operands' and called computations' in place
-    of their names. So neither names count nor the order in which instructions are written, nor
-    which parameter of its shape an operand is. Of what a TPU does beside a collective only the
-    computation counts: what is done at the same time is a matter of the schedule.
-    """
-    bodies: dict[str, list[str]] = {}
-    for line in text.splitlines():
-        if head := COMPUTATION.match(line):
-            body = bodies.setdefault(head[1], [])
-        elif INSTRUCTION.match(line):
-            body.append(line)
-    known: dict[str, str] = {}
-
-    def computed(name: str) -> str:
-        if name not in known:
-            values: dict[str, str] = {}
-            for line in bodies[name]:
-                instruction = INSTRUCTION.match(line)
-                assert instruction is not None, "as above"
-                plain = MEMORY.sub("", IN_ORDER.sub("", ASIDE.sub("", instruction[3])))
-                plain = PARAMETER.sub("parameter", plain)
-                said = NAME.sub(lambda one: values.get(one[1]) or computed(one[1]), plain)
-                values[instruction[2]] = hashlib.sha256(said.encode()).hexdigest()
-                if instruction[1]:
-                    root = instruction[2]
-                    if name.startswith(BESIDE):
-                        root = next(one for one in NAME.findall(plain) if one in values)
-                    known[name] = values[root]
-        return known[name]
-
-    called = re.findall(r" fusion\(.*?\), kind=.*?, calls=%([\w.-]+)", text)
-    return Counter(map(computed, called))
-
-
 CHECKS: dict[str, Any] = {"kernels": Checks, "twin": TwinChecks}
 
 
@@ -405,6 +481,7 @@ def main() -> int:
     parser.add_argument("--only", choices=CHECKS, help="default: all")
     arguments = parser.parse_args()
     misses = []
+    jax.config.update("jax_num_cpu_devices", max(world.hosts * world.each for world in WORLDS))
     for name in arguments.targets or TARGETS:
         if name not in TARGETS:
             parser.error(f"{name}: expected some of {', '.join(TARGETS)}")

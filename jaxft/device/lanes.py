@@ -30,6 +30,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxft.device.boxes import sides
 from jaxft.device.layout import Kind
 from jaxft.device.leaves import SUB_BYTE_BITS, element
+from jaxft.device.memory import is_usual
 from jaxft.errors import ConfigError
 from jaxft.group.manifest import ALIGN, CHUNK, align
 from jaxft.group.placement import LaneGeometry
@@ -258,9 +259,7 @@ class LanePlanner:
         sharding = kind.value.sharding
         if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
             return 0
-        device: Device = next(iter(sharding.device_set))
-        usual = device.default_memory().kind
-        if not self._is_everywhere(sharding.mesh) or sharding.memory_kind not in (None, usual):
+        if not self._is_everywhere(sharding.mesh) or not is_usual(sharding):
             return 0
         looks = {(sides(shard.box), len(shard.holders)) for shard in kind.shards}
         shape, holders = looks.pop()

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxft.device.boxes import Box
 from jaxft.device.leaves import SUB_BYTE_BITS
+from jaxft.device.memory import is_usual
 from jaxft.group.manifest import ALIGN, Leaf, Range, align
 
 if TYPE_CHECKING:
@@ -243,7 +244,4 @@ def _goes_in_batches(kind: Kind) -> bool:
     if not isinstance(sharding, (NamedSharding, SingleDeviceSharding)):
         return False
     device: Device = next(iter(sharding.device_set))
-    usual = device.default_memory().kind
-    return sharding.memory_kind in (None, usual) and (
-        device.platform == "cpu" or sharding.is_fully_addressable
-    )
+    return is_usual(sharding) and (device.platform == "cpu" or sharding.is_fully_addressable)

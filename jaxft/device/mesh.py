@@ -6,6 +6,7 @@ the last axes. What is too much for the sizes asked for is left out by whole hos
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -14,6 +15,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxft.errors import ConfigError
+
+_log = logging.getLogger(__name__)
 
 ELASTIC = -1
 
@@ -41,6 +44,13 @@ def make_mesh(
     found = sorted(devices or jax.devices(), key=lambda device: (device.process_index, device.id))
     fixed = _fixed_size(axes)
     used = found[: _usable(axes, fixed, found)]
+    if len(used) < len(found):
+        _log.warning(
+            "make_mesh(%s) takes %d of %d devices; the others have nothing to do",
+            axes,
+            len(used),
+            len(found),
+        )
     sizes = [len(used) // fixed if size == ELASTIC else size for size in axes.values()]
     grid = np.empty(len(used), dtype=object)
     grid[:] = used

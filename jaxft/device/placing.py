@@ -29,6 +29,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from jaxft.device.assembly import Fill, Target, Targets, is_uncommitted
 from jaxft.device.boxes import Box, count, from_index, intersect, sides, whole, within
 from jaxft.device.leaves import SUB_BYTE_BITS, decode_literal, element, stored_shape
+from jaxft.device.memory import is_usual
 from jaxft.group.manifest import ALIGN, Leaf
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -117,8 +118,7 @@ def _can_alias(leaf: Leaf, sharding: Sharding | None) -> bool:
     if sharding is None:
         return jax.default_backend() == "cpu"
     device: jax.Device = next(iter(sharding.device_set))
-    usual = device.default_memory().kind
-    return device.platform == "cpu" and sharding.memory_kind in (None, usual)
+    return device.platform == "cpu" and is_usual(sharding)
 
 
 def _place_by_copy(

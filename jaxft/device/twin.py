@@ -46,6 +46,7 @@ from jaxft.device.calls import Call, Traced
 from jaxft.device.lanes import Lanes
 from jaxft.device.layout import Owned
 from jaxft.device.leaves import element, with_literals
+from jaxft.device.memory import is_usual
 from jaxft.device.parity import exchange
 from jaxft.device.pieces import places_of, way_to_pieces
 from jaxft.device.shards import SMALL_BYTES, Plan, device_boxes
@@ -104,9 +105,12 @@ class LoweredTwin:
         outputs: of the step itself, for the same call.
         plan: what is owned of the state.
         values: the state's leaves.
+        platform: what it is for, as JAX calls it in `lowering_platforms`; None: what the devices
+            are. With another one it can only be compiled by that one's compiler.
 
     Attributes:
         devices: the program's.
+        lowered: the program.
         text: the program, as StableHLO.
         in_tree, out_tree: of the compiled program.
         lanes: those whose parity it gives; None: it gives none.
@@ -116,7 +120,15 @@ class LoweredTwin:
         Exception: whatever JAX raises for a step that cannot be within another program.
     """
 
-    def __init__(self, call: Call, outputs: Outputs, plan: Plan, values: list[Any]) -> None:
+    def __init__(
+        self,
+        call: Call,
+        outputs: Outputs,
+        plan: Plan,
+        values: list[Any],
+        *,
+        platform: str | None = None,
+    ) -> None:
         traced = call.trace()
         self.devices = _devices_of(call.leaves)
         cuts = _cuts(call, plan, values, self.devices)
@@ -131,13 +143,13 @@ class LoweredTwin:
         self._coded_lead = _coded_lead(self.lanes, taken)
         self._told = _told(cuts, plan, self.lanes, any(map(_is_abstract, call.leaves)))
         self._out_tree = traced.out_tree
-        self._lowered = self._lower(call, traced)
-        _commit(self._lowered, outputs.committed)
-        self.text = self._lowered.as_text()
-        self.in_tree = self._lowered.in_tree
-        self.out_tree = self._lowered.out_tree
+        self.lowered = self._lower(call, traced, platform)
+        _commit(self.lowered, outputs.committed)
+        self.text = self.lowered.as_text()
+        self.in_tree = self.lowered.in_tree
+        self.out_tree = self.lowered.out_tree
 
-    def _lower(self, call: Call, traced: Traced) -> Any:
+    def _lower(self, call: Call, traced: Traced, platform: str | None) -> jax.stages.Lowered:
         count = len(call.leaves)
 
         def twin(*arguments: Any) -> tuple[list[Any], list[Any]]:
@@ -150,7 +162,10 @@ class LoweredTwin:
             in_shardings=traced.in_shardings + (None,) * len(self._told),
             out_shardings=(list(traced.out_shardings), self._pinned()),
         )
-        return program.lower(*call.leaves, *self._told)
+        platforms = None if platform is None else (platform,)
+        made = program.trace(*call.leaves, *self._told)
+        lowered: jax.stages.Lowered = made.lower(lowering_platforms=platforms)
+        return lowered
 
     def _pinned(self) -> list[NamedSharding | None]:
         """Where the program puts all that it gives of the state."""
@@ -180,7 +195,7 @@ class LoweredTwin:
         return held
 
     def compile(self) -> jax.stages.Compiled:
-        compiled: jax.stages.Compiled = self._lowered.compile()
+        compiled: jax.stages.Compiled = self.lowered.compile()
         return compiled
 
     def twin(self, compiled: jax.stages.Compiled) -> Twin:
@@ -318,9 +333,7 @@ def _goes_along(value: Any, devices: tuple[Device, ...]) -> bool:
     """Whether a leaf is an array on the program's devices, in their usual memory."""
     if not isinstance(value, _ARRAY) or not value.size:
         return False
-    usual = devices[0].default_memory().kind
-    sharding = value.sharding
-    return _in_order(sharding) == devices and sharding.memory_kind in (None, usual)
+    return _in_order(value.sharding) == devices and is_usual(value.sharding)
 
 
 def _rows(leaf: Leaf, sharding: Sharding) -> int:

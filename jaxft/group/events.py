@@ -131,7 +131,8 @@ class SnapshotMissed(_Value, frozen=True):
 
 
 class HoldWanted(_Value, frozen=True):
-    """A process of this host, known as `who`, reads a snapshot: its slot is not to be granted."""
+    """A process that is known as `who` reads a snapshot: its slot is not to be granted for a
+    while, see `keeper.HOLD_S`."""
 
     who: int
     id: SnapshotId

@@ -45,8 +45,8 @@ from jaxft.group.timing import RESEND_S, Timing
 from jaxft.group.world import Generation, World
 
 LINEAGE_MAX = 64
-# For so long a slot is kept for a process that reads it, which may have been stopped.
-HOLD_S = 300.0
+# For so long a slot is kept for a process that reads it after it has said so: it may be gone.
+HOLD_S = 15.0
 # A directive is answered, if the last status is older than this.
 ANSWER_S = RESEND_S / 2
 
@@ -111,6 +111,11 @@ class Keeper:
     def index(self) -> int | None:
         """This host's place in the world; None for a holder."""
         return None if self.generation is None else self.generation.index_of(self.host)
+
+    @property
+    def held(self) -> str:
+        """Why no snapshot can be decided for now, "" while they can."""
+        return self._held
 
     @property
     def next_seq(self) -> int:
@@ -268,6 +273,7 @@ class Keeper:
                 if seq == self.next_seq:
                     self._snapshot_failure = self._snapshot_failure or reason
             case e.HoldWanted(who, identity):
+                self._holds = {one: hold for one, hold in self._holds.items() if now_s < hold[1]}
                 self._holds[who] = (identity, now_s + HOLD_S)
             case e.HoldOver(who):
                 self._holds.pop(who, None)

@@ -35,6 +35,7 @@ import msgspec
 
 from jaxft.group.ending import ending, in_words, is_told, wanted_export
 from jaxft.group.formation import natural, next_generation
+from jaxft.group.hanging import find_hang, is_suspected, who_is_late
 from jaxft.group.records import (
     DONE,
     END,
@@ -42,6 +43,7 @@ from jaxft.group.records import (
     GENERATION,
     HOST,
     PROGRESS,
+    STILL,
     Fault,
     HostRecord,
     JobEnd,
@@ -50,7 +52,7 @@ from jaxft.group.records import (
 from jaxft.group.world import Code, Export, Generation, Member
 
 # Failures that a restart may or may not mend; the others are losses, after which it does.
-FAILURES = frozenset({"rank_exited", "rank_killed", "left_behind", "smp_report"})
+FAILURES = frozenset({"rank_exited", "rank_killed", "left_behind", "smp_report", "hung"})
 LOSSES = frozenset({"host_lost", "memory_lost", "agent_restarted", "told_to_end"})
 BACKOFF_S_MAX = 30.0
 TOLD = JobEnd(kind="told", reason="all hosts were told to end")
@@ -232,6 +234,7 @@ class Observer:
             reason = f"generation {generation.number} has replaced generation {me.running}"
             return KillRanks(me.running, reason)
         found = find_fault(view, me) or self._left_behind(view) or self._late_export(view)
+        found = found or self._hung(view)
         known = view.fault
         if found is not None and (
             known is None or (found.kind in LOSSES and known.kind in FAILURES)
@@ -283,6 +286,15 @@ class Observer:
             kind="export_late",
             detail=f"it was not written within {self.rules.export_s:g} s",
         )
+
+    def _hung(self, view: View) -> Fault | None:
+        generation = view.generation
+        assert generation is not None
+        if is_done(view) or not is_suspected(view.still):
+            return None
+        waited_s = self._held_s("suspicion", generation.number)
+        same_s = self._held_s("late", who_is_late(view.still))
+        return find_hang(generation, view.still, waited_s, same_s)
 
     def _live(self, view: View, me: Me, generation: Generation, nonce: str) -> Decision:
         number = generation.number
@@ -346,10 +358,11 @@ class Observer:
             return Wait("a pause after repeated failures", pause_s)
         settled_s = self._held_s("ready", frozenset((r.host, r.agent) for r in ready.values()))
         if len(ready) >= rules.hosts_max:
-            return _form(view, ready, gone, me, rules, nonce, f"{rules.hosts_max} hosts are there")
+            return _form(view, ready, gone, me, rules, nonce, _are_there(rules.hosts_max))
         low, high = rules.hosts_min, rules.hosts_max
-        wanted = f"{low}" if low == high else f"{low} to {high}"
-        there = f"{len(ready)} of {wanted} hosts are there"
+        there = f"{_are_there(len(ready))} ({low} to {high} are wanted)"
+        if low == high:
+            there = f"{len(ready)} of {low} hosts are there"
         if len(ready) < rules.hosts_min:
             if (export := wanted_export(view)) is not None and ready:
                 return self._save_memory(view, me, ready, gone, export, nonce, there)
@@ -545,6 +558,11 @@ def failures_in_vain(view: View, rules: Rules) -> list[Fault]:
     return found
 
 
+def hangs_in_vain(view: View, rules: Rules) -> int:
+    """How many of them were hangs, or were taken for hangs."""
+    return sum(fault.kind == "hung" for fault in failures_in_vain(view, rules))
+
+
 def _got_further(view: View, number: int) -> bool:
     """Has a generation protected what no failed one before it had? One that begins anew where
     another did, as with a script that does not restore, has not while it only comes as far."""
@@ -640,7 +658,7 @@ def _form(
     expect: dict[str, int | None] = {key: view.revisions.get(key) for key in (GENERATION, *keys)}
     expect[END] = None
     oldest = generation.number - FAULTS_KEPT
-    stale = [key for key in view.revisions if key.startswith(DONE)]
+    stale = [key for key in view.revisions if key.startswith((DONE, STILL))]
     stale += [f"{FAULT}{number}" for number in view.faults if number < oldest]
     stale += [
         f"{PROGRESS}{number}"
@@ -648,6 +666,10 @@ def _form(
         if number < oldest and number != max(view.progress)
     ]
     return Form(generation, expect, tuple(stale), generation.reason)
+
+
+def _are_there(count: int) -> str:
+    return "1 host is there" if count == 1 else f"{count} hosts are there"
 
 
 def _names(hosts: Iterable[str]) -> str:

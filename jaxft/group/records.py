@@ -7,6 +7,8 @@ fault/NUMBER       Fault: generation NUMBER cannot go on. The first to write it 
 progress/NUMBER    Progress: generation NUMBER has settled, and how far its snapshots are. The
                    newest one stays when older records go, also after a run that has failed
 done/NUMBER/NAME   the ranks of this host that ended with status 0 in generation NUMBER
+still/NUMBER/NAME  HostStill: how the ranks of this host stand, while one of generation NUMBER, here
+                   or elsewhere, seems to hang
 ending             JobEnd: what the job ends with, once its newest snapshot is on storage
 end                JobEnd: the job is over. Nothing but a new run of it replaces that
 number             the largest generation number of earlier runs
@@ -30,6 +32,7 @@ GENERATION = "generation"
 FAULT = "fault/"
 PROGRESS = "progress/"
 DONE = "done/"
+STILL = "still/"
 ENDING = "ending"
 END = "end"
 NUMBER = "number"
@@ -44,7 +47,8 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     `snapshot` are the largest generation and the newest snapshot that its memory knows of. `left`
     is the newest generation of this agent of which no rank lives here any more. `fresh`: the run
     was started to ignore earlier memory. `leaving`: it was told to end. `trust` is the name of what
-    hosts on other machines must have, to talk to this one.
+    hosts on other machines must have, to talk to this one. `machine` is another one on each machine
+    and after each of its boots ("": not known).
     """
 
     host: str
@@ -60,6 +64,7 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     fresh: bool = False
     leaving: bool = False
     trust: str = ""
+    machine: str = ""
 
     def member(self) -> Member:
         return Member(
@@ -79,6 +84,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
         rank_exited, rank_killed   a rank ended with a status other than 0, or by a signal
         left_behind                some ranks ended well and others did not follow
+        hung                       a rank has not called `save` for longer than it may
         smp_report                 the root says that this world cannot go on
         host_lost, memory_lost, agent_restarted, smp_moved    a member is not what it was
         cut_off                    a member could not reach the store, and killed its ranks
@@ -87,7 +93,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         export_failed, export_late    the newest snapshot did not get to storage
 
     `rank` and `code` (negative: a signal) are of the rank that ended, `lived_s` is for how long it
-    ran, `tail` the last lines of its log.
+    ran, `tail` the last lines of its log, or where a rank that hangs is. `at_s` is when it was
+    written, in seconds since the epoch, for people.
     """
 
     generation: int
@@ -98,6 +105,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     code: int = 0
     lived_s: float = 0.0
     tail: str = ""
+    at_s: float = 0.0
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +124,31 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     def unsaved(self) -> Export | None:
         """Where the newest snapshot is to be written, if it is not there and can be."""
         return self.export if self.snapshot is not None and self.step > self.stored else None
+
+
+class RankStill(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank that has not called `save` for `still_s`, since call `calls` of this generation, and
+    may for `limit_s` (0: it is not watched yet). `phase` is the long phase that it has announced,
+    `state` its process's as in proc(5), `stack` the lines where it is, innermost first."""
+
+    rank: int
+    calls: int
+    still_s: float
+    limit_s: float = 0.0
+    phase: str = ""
+    state: str = ""
+    stack: str = ""
+
+    @property
+    def is_late(self) -> bool:
+        return 0 < self.limit_s < self.still_s and not self.phase
+
+
+class HostStill(msgspec.Struct, frozen=True, kw_only=True):
+    """How the ranks of a host stand, see `hanging`."""
+
+    host: str
+    ranks: tuple[RankStill, ...]
 
 
 class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
@@ -144,7 +177,8 @@ class Entry(Protocol):
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """All of the above as one agent sees it; `done` are ranks of `generation`."""
+    """All of the above as one agent sees it; `done` are ranks of `generation`, and `still` is of
+    its hosts, by name."""
 
     revisions: Mapping[str, int] = {}
     hosts: Mapping[str, HostRecord] = {}
@@ -152,6 +186,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     faults: Mapping[int, Fault] = {}
     progress: Mapping[int, Progress] = {}
     done: frozenset[int] = frozenset()
+    still: Mapping[str, HostStill] = {}
     ending: JobEnd | None = None
     end: JobEnd | None = None
     number: int = 0
@@ -188,7 +223,8 @@ def read_view(entries: Mapping[str, Entry]) -> View:
     generation = None
     if GENERATION in entries:
         generation = _decode(GENERATION, entries[GENERATION], Generation)
-    done = f"{DONE}{generation.number}/" if generation is not None else DONE
+    number = generation.number if generation is not None else 0
+    done, stands = f"{DONE}{number}/", f"{STILL}{number}/"
     ended = [_decode(key, entries[key], tuple[int, ...]) for key in entries if key.startswith(done)]
     hosts = [_decode(key, entries[key], HostRecord) for key in entries if key.startswith(HOST)]
     return View(
@@ -198,6 +234,11 @@ def read_view(entries: Mapping[str, Entry]) -> View:
         faults=_numbered(entries, FAULT, Fault),
         progress=_numbered(entries, PROGRESS, Progress),
         done=frozenset(rank for ranks in ended for rank in ranks),
+        still={
+            key[len(stands) :]: _decode(key, entries[key], HostStill)
+            for key in entries
+            if key.startswith(stands)
+        },
         ending=_decode(ENDING, entries[ENDING], JobEnd) if ENDING in entries else None,
         end=_decode(END, entries[END], JobEnd) if END in entries else None,
         number=_decode(NUMBER, entries[NUMBER], int) if NUMBER in entries else 0,

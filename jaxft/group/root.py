@@ -183,6 +183,10 @@ class Root:
         }
         return {host: age for host, age in ages.items() if age > self.timing.silence_s}
 
+    def silent(self, now_s: float) -> dict[str, float]:
+        """Hosts that are not heard, and for how long."""
+        return self._silent((*self.generation.hosts, *self.generation.holders), now_s)
+
     def _wake(self, now_s: float) -> None:
         """A root that was stopped itself for a while blames nobody for that time."""
         gap_s, self._awake_s = now_s - self._awake_s, now_s
@@ -340,7 +344,7 @@ class Root:
     def _storage(self, base: SnapshotId | None) -> dict[str, str | int]:
         """Where checkpoints go, and the step of the newest one that is not newer than `base`."""
         first = self.statuses[self.generation.hosts[0].host].options or RankOptions()
-        stored = _stored_step(first, base)
+        stored = stored_step(first, base)
         return {
             "directory": first.directory,
             "keep": first.persist_keep,
@@ -471,7 +475,7 @@ class Root:
 
     # -------------------------------------------------------------------- persisting
 
-    def _persist_states(self) -> dict[str, str]:
+    def persist_states(self) -> dict[str, str]:
         """How far each host's helper is with the current order."""
         order = self.directive.persist
         states = {}
@@ -490,7 +494,7 @@ class Root:
         return self._all_ready()
 
     def _all_ready(self) -> bool:
-        states = self._persist_states()
+        states = self.persist_states()
         return len(states) == len(self.generation.hosts) and set(states.values()) == {"ready"}
 
     def _persist_due(self, now_s: float) -> int | None:
@@ -503,7 +507,7 @@ class Root:
             return None
         from_step = self._persist_from_step
         if from_step is None:
-            from_step = _stored_step(options, self.directive.base)
+            from_step = stored_step(options, self.directive.base)
         if from_step is None:
             return outcome.step
         due_step = from_step + options.persist_every
@@ -526,7 +530,7 @@ class Root:
         if not self._persist_ready and self._all_ready():
             self._persist_ready = True
             self._persist_lead_s = LEAD_MARGIN * (now_s - self._persist_started_s)
-        states = self._persist_states()
+        states = self.persist_states()
         whole = len(states) == len(self.generation.hosts)
         reason = self._persist_failure(order, now_s)
         if reason:
@@ -591,7 +595,7 @@ class Root:
         return [e.Announce(kind, detail), *self._direct(now_s, persist=ended)]
 
 
-def _stored_step(options: RankOptions, base: SnapshotId | None) -> int | None:
+def stored_step(options: RankOptions, base: SnapshotId | None) -> int | None:
     """The step of the newest checkpoint that a generation with this base goes on from, or behind.
     One of a future that was given up does not count."""
     return max(

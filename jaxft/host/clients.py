@@ -22,12 +22,13 @@ SEND_S = 1.0
 
 
 class Client:
-    """One connection. `hello` is what it said it is; `seated` is set once it was welcomed."""
+    """One connection. `hello` is what it said it is; `seated` is set once it was welcomed, `left`
+    once it has said that it goes."""
 
     def __init__(self, channel: LocalChannel) -> None:
         self.channel = channel
         self.hello: p.Hello | None = None
-        self.seated = False
+        self.seated = self.left = False
         self._pulse = -1
 
     @property

@@ -1,11 +1,12 @@
-"""Descriptors on their way between processes: the ancillary data of a Unix socket (SCM_RIGHTS, see
-unix(7) and cmsg(3)).
+"""Descriptors: how many a process may have, and those on their way between processes, the ancillary
+data of a Unix socket (SCM_RIGHTS, see unix(7) and cmsg(3)).
 
 Whoever receives asks for MSG_CMSG_CLOEXEC, and looks for MSG_CTRUNC: then some did not arrive.
 """
 
 from __future__ import annotations
 
+import resource
 import socket
 import struct
 from collections.abc import Iterable, Sequence
@@ -13,6 +14,13 @@ from collections.abc import Iterable, Sequence
 Ancillary = tuple[int, int, bytes]
 
 _FD = struct.Struct("i")
+
+
+def allow_all() -> None:
+    """Lets this process have as many as the system allows it to ask for (getrlimit(2)). By default
+    that is 1024, and whoever connects to a port takes one, also before it has proved anything."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def space_bytes(count: int) -> int:

@@ -19,13 +19,15 @@ import msgspec
 
 from jaxft.errors import JaxftError, ReadCancelled
 from jaxft.group import events as e
+from jaxft.group.account import Account
 from jaxft.group.messages import PersistState, RankOptions
 from jaxft.host import protocol as p
+from jaxft.host.accountant import ANSWER_S, account_of, read_account
 from jaxft.host.client import ADVICE
 from jaxft.host.clients import Client, Clients
 from jaxft.host.driver import Driver, describe_slot
 from jaxft.host.memory import Arena
-from jaxft.host.recall import Fetched
+from jaxft.host.recall import Fetched, bulk_address
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +72,8 @@ class Desk:
         not go on alone."""
         for key in [key for key in self._fetched if key[0] == id(client)]:
             self._fetched.pop(key).close()
-        self.driver.happen(e.HoldOver(id(client)))
+        if client.role == "rank" and client.seated and not client.left and self._is_attached:
+            self.driver.diary.note("rank_gone", f"process {client.channel.peer_pid} has ended")
         if client.role == "agent" and client.seated and not self.stopping:
             _log.warning("the agent (pid %d) is gone", client.channel.peer_pid)
             if not self._is_attached:
@@ -84,8 +87,8 @@ class Desk:
             self._seat(client)
         elif isinstance(message, p.Inspect):
             client.tell(self._inspect())
-        elif isinstance(message, p.Hold):
-            self.driver.happen(e.HoldWanted(id(client), message.id))
+        elif isinstance(message, p.InspectPeer):
+            self._inspect_peer(client, message.host)
         elif not client.seated:
             raise JaxftError("said something before it was let in")
         elif client.role == "agent":
@@ -211,6 +214,7 @@ class Desk:
             case p.RestoreFailed():
                 happen(e.RankFailed(rank, message.attempt, message.reason, message.damaged))
             case p.Bye():
+                client.left = True
                 self.clients.forget_writer(client.channel.peer_pid)
                 if self._is_attached:
                     self.clients.tell(p.RankLeft(pid=client.channel.peer_pid), "agent")
@@ -322,6 +326,25 @@ class Desk:
 
         self.driver.jobs.start("fetch", work, done)
 
+    def _inspect_peer(self, client: Client, host: str) -> None:
+        generation = self.driver.core.keeper.generation
+        everyone = () if generation is None else (*generation.hosts, *generation.holders)
+        address = next((one.address for one in everyone if one.host == host), "")
+        if not address:
+            why = f"host {self.driver.host} takes part in no generation with it"
+            client.tell(p.PeerInspection(host=host, why=why))
+            return
+        reader = self.driver.network.reader()
+
+        def work(cancel: threading.Event) -> Account:
+            return read_account(reader, bulk_address(address), ANSWER_S, cancel)
+
+        def done(account: Account | None, error: BaseException | None) -> None:
+            why = "" if error is None else str(error) or repr(error)
+            client.tell(p.PeerInspection(host=host, account=account, why=why))
+
+        self.driver.jobs.start("inspect", work, done, low=True)
+
     def _inspect(self) -> p.Inspection:
         driver = self.driver
         ledger = driver.ledger
@@ -339,5 +362,6 @@ class Desk:
                 "committed": str(ledger.committed) if ledger.committed is not None else "",
                 "root": int(driver.core.root is not None),
                 "slots": [describe_slot(slot) for slot in ledger.slots],
-            }
+            },
+            account=account_of(driver, self.clients),
         )

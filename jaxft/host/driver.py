@@ -34,6 +34,7 @@ from jaxft.group.world import World
 from jaxft.host import protocol as p
 from jaxft.host.clients import Clients
 from jaxft.host.coding import Sources, check_given, encode_share
+from jaxft.host.diary import Diary
 from jaxft.host.jobs import Jobs
 from jaxft.host.layout import GroupBlob, GroupLayout
 from jaxft.host.memory import available_bytes, check_fits
@@ -91,6 +92,7 @@ class Driver:
         self.clients = clients
         self.jobs = Jobs(endpoint.wake)
         self.core = HostCore(host, address, ledger, timing)
+        self.diary = Diary(ledger)
         self.peers = Peers(job=job, host=host, arena=ledger.arena, endpoint=endpoint)
         self.recall: Recall | None = None
         self._reader = network.reader()
@@ -133,6 +135,7 @@ class Driver:
         while self._events:
             now_s = time.monotonic()
             for effect in self.core.handle(self._events.popleft(), now_s):
+                self.diary.see(effect)
                 self._perform[type(effect)](effect)
 
     def hear(self, payload: bytes) -> None:
@@ -178,6 +181,7 @@ class Driver:
         for slot, reason in self.shares.spoiled(self.ledger):
             _log.error("slot %d is damaged and counts as lost: %s", slot, reason)
             self._tell_agent("slot_damaged", {"slot": slot, "reason": reason})
+            self.diary.note("slot_damaged", f"slot {slot} counts as lost: {reason}")
             self.happen(e.SlotSpoiled(slot, reason))
         self.happen(e.Frozen(number))
 

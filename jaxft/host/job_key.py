@@ -55,7 +55,8 @@ class JobKey:
 
     @classmethod
     def read(cls, path: Path, named_by: str) -> JobKey:
-        """The key in a file that only this user, or root, can read.
+        """The key in a file that only this user, or root, can read; or, of root's, a group that
+        root has chosen, which is what Kubernetes makes of a Secret in a pod that has an `fsGroup`.
 
         Raises:
             ConfigError: it cannot be read, others can read it, or it holds no key.
@@ -66,12 +67,14 @@ class JobKey:
                 content = file.read(_FILE_BYTES_MAX)
         except OSError as error:
             raise ConfigError(f"{named_by} {path}: {error.strerror or error}") from error
-        mode = stat.S_IMODE(status.st_mode)
-        if mode & 0o077 or status.st_uid not in (0, os.geteuid()):
+        mode, user = stat.S_IMODE(status.st_mode), os.geteuid()
+        others = 0o037 if status.st_uid == 0 and user != 0 else 0o077
+        if mode & others or status.st_uid not in (0, user):
             raise ConfigError(
                 f"{named_by} {path}: it belongs to user {status.st_uid} and has mode {mode:o}, and "
-                f"whoever reads it can join the job: it must be readable by user {os.geteuid()} "
-                "alone (chmod 600)"
+                f"whoever reads it can join the job: it must belong to user {user} and be readable "
+                "by nobody else (chown, chmod 600), or to root (then mode 640 will do, where this "
+                "is not root)"
             )
         return cls.parse(content.decode(errors="replace"), f"{named_by} {path}")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import msgspec
 
+from jaxft.group.account import Account
 from jaxft.group.manifest import Part, SnapshotId
 from jaxft.group.messages import (
     Damage,
@@ -164,15 +165,14 @@ class HelperState(msgspec.Struct, frozen=True, kw_only=True, tag="helper_state")
     detail: str = ""
 
 
-class Hold(msgspec.Struct, frozen=True, kw_only=True, tag="hold"):
-    """Anyone: I read snapshot `id`; its slot is not granted before I am gone, or have read for
-    long. What it holds by now is in the answer to the next `Inspect`."""
-
-    id: SnapshotId
-
-
 class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     """Anyone: describe yourself (for status pages and tests)."""
+
+
+class InspectPeer(msgspec.Struct, frozen=True, kw_only=True, tag="inspect_peer"):
+    """Anyone: have `host`, of your generation, describe itself; who has no key cannot ask it."""
+
+    host: str
 
 
 ClientMessage = (
@@ -193,8 +193,8 @@ ClientMessage = (
     | Missed
     | LastCall
     | HelperState
-    | Hold
     | Inspect
+    | InspectPeer
 )
 
 # ------------------------------------------------------------------------------ SMP -> client
@@ -343,9 +343,18 @@ class RankLeft(msgspec.Struct, frozen=True, kw_only=True, tag="rank_left"):
 
 
 class Inspection(msgspec.Struct, frozen=True, kw_only=True, tag="inspection"):
-    """The answer to `Inspect`, as JSON-like values."""
+    """The answer to `Inspect`: as JSON-like values, and all that is known."""
 
     values: dict[str, str | int | float | list[dict[str, str | int | float]]]
+    account: Account
+
+
+class PeerInspection(msgspec.Struct, frozen=True, kw_only=True, tag="peer_inspection"):
+    """The answer to `InspectPeer`; without an account, `why` there is none."""
+
+    host: str
+    account: Account | None = None
+    why: str = ""
 
 
 ServerMessage = (
@@ -367,6 +376,7 @@ ServerMessage = (
     | Announced
     | RankLeft
     | Inspection
+    | PeerInspection
 )
 
 

@@ -17,15 +17,20 @@ from pathlib import Path
 
 from jaxft import config, faults
 from jaxft.errors import JaxftError
+from jaxft.group.account import ACCOUNT_KEY
 from jaxft.group.timing import Timing
+from jaxft.host.accountant import Accountant, account_of
 from jaxft.host.clients import Clients
+from jaxft.host.descriptors import allow_all
 from jaxft.host.desk import Desk
 from jaxft.host.driver import Driver
+from jaxft.host.holds import HOLD_PREFIX, Holds
 from jaxft.host.job_key import KEY_BYTES, JobKey
 from jaxft.host.local import LocalListener
 from jaxft.host.pace import Pace
 from jaxft.host.shares import Shares
 from jaxft.host.trust import Trust
+from jaxft.host.wire import Refused, Shared
 from jaxft.host.wire_zmq import ZmqNetwork
 
 _log = logging.getLogger("jaxft.smp")
@@ -76,7 +81,9 @@ class Smp:
         if listen:
             control, _, bulk = listen.partition(",")
         self.endpoint = self.network.endpoint(control)
-        self.bulk = self.network.serve(bulk, shares.provide)
+        self.accountant = Accountant(self.endpoint.wake)
+        self.holds = Holds(self.endpoint.wake)
+        self.bulk = self.network.serve(bulk, self._provide)
         self.clients = Clients()
         self.driver = Driver(
             job=job,
@@ -116,7 +123,17 @@ class Smp:
                 self.driver.tick()
                 ticked_s = time.monotonic()
             self.desk.attend_waiting()
+            self.accountant.answer(lambda: account_of(self.driver, self.clients))
+            self.holds.answer(self.driver)
             self._let_go()
+
+    def _provide(self, key: bytes, offset: int, nbytes: int) -> memoryview | Shared | Refused:
+        """Answers a bulk read, in a thread of the server's."""
+        if key == ACCOUNT_KEY:
+            return self.accountant.provide(nbytes)
+        if key.startswith(HOLD_PREFIX):
+            return self.holds.provide(key)
+        return self.shares.provide(key, offset, nbytes)
 
     def _serve_clients(self, ready: list[int]) -> None:
         for fd in ready:
@@ -194,6 +211,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    allow_all()
     faults.arm(config.faults_text())
     timing = Timing(silence_s=args.silence_s, rejoin_s=args.rejoin_s, persist_s=args.persist_s)
     try:

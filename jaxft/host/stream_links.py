@@ -27,6 +27,8 @@ from typing import Protocol
 from jaxft.host.stream_frames import prepare
 from jaxft.host.trust import Trust, is_secured
 
+OTHER_KEY = "the other side has another job key, and does not take this job key"
+
 _OPENS = b"JXH1"
 _NONCE_BYTES = 32
 _MAC_BYTES = 32
@@ -130,7 +132,7 @@ class ProvenLink(Link):
 
     def _check(self, proof: bytearray, expected: bytes) -> None:
         if not hmac.compare_digest(proof, expected):
-            raise ConnectionRefusedError("the other side does not have the job's key")
+            raise ConnectionRefusedError(OTHER_KEY)
 
     def _put(self, data: bytes) -> Iterator[int]:
         while data:

@@ -41,6 +41,9 @@ _CLOSE_S = 5.0
 _PROOF_S = 10.0
 _BACKLOG = 128
 _CONNECTIONS_MAX = 1024
+# So many of them may owe their proof; one more ends the one that has owed it longest, so that those
+# who say nothing keep nobody out.
+_PROVING_MAX = 128
 _REASON_CHARS_MAX = 4096
 
 _decode = msgspec.msgpack.Decoder(BulkRequest).decode
@@ -64,6 +67,8 @@ class StreamBulkServer(BulkServer):
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._connections: dict[threading.Thread, Link] = {}
+        self._proving: dict[threading.Thread, Link] = {}  # the oldest first
+        self._refused = False
         family, place = parse(hint)
         self._file = Path(place) if isinstance(place, str) else None
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -110,24 +115,28 @@ class StreamBulkServer(BulkServer):
     def _accept(self) -> None:
         # And with it the threads that it starts.
         step_back()
+        said = ""
         try:
             while not self._closing.is_set():
                 try:
-                    connected, _ = self._socket.accept()
-                except OSError as error:
+                    connected, peer = self._socket.accept()
+                    self._let_in(connected, _place(peer))
+                    said = ""
+                except (OSError, RuntimeError) as error:
                     if self._closing.is_set():
                         return
-                    # Out of descriptors, or the other side has left already.
-                    _log.warning("%s: nobody could be let in: %s", self._address, error)
+                    # Out of descriptors or threads, or the other side has left already.
+                    if str(error) != said:
+                        said = str(error)
+                        _log.warning("%s: nobody can be let in: %s", self._address, error)
                     time.sleep(_RETRY_S)
-                    continue
-                self._let_in(connected)
         finally:
             self._socket.close()
             if self._file is not None:
                 self._file.unlink(missing_ok=True)
 
-    def _let_in(self, connected: socket.socket) -> None:
+    def _let_in(self, connected: socket.socket, peer: str) -> None:
+        """Raises RuntimeError when there are no more threads."""
         connected.setblocking(False)
         try:
             link = self._links.of(self._address, connected, is_server=True)
@@ -136,19 +145,30 @@ class StreamBulkServer(BulkServer):
             _log.debug("%s: who came is gone: %s", self._address, error)
             return
         thread = threading.Thread(
-            target=self._serve, args=(link,), name="jaxft-bulk-peer", daemon=True
+            target=self._serve, args=(link, peer), name="jaxft-bulk-peer", daemon=True
         )
         with self._lock:
             if self._closing.is_set() or len(self._connections) >= _CONNECTIONS_MAX:
                 link.close()
                 return
-            self._connections[thread] = link
-            thread.start()
+            if len(self._proving) >= _PROVING_MAX:
+                self._say_refused(peer, f"{_PROVING_MAX} others have not yet, either")
+                oldest = self._proving.pop(next(iter(self._proving)))
+                with contextlib.suppress(OSError):
+                    oldest.shut()
+            self._connections[thread] = self._proving[thread] = link
+            try:
+                thread.start()
+            except BaseException:
+                del self._connections[thread], self._proving[thread]
+                link.close()
+                raise
 
-    def _serve(self, link: Link) -> None:
+    def _serve(self, link: Link, peer: str) -> None:
         passed: dict[tuple[int, int, int], int] = {}
         try:
-            meet(link, _PROOF_S)
+            if not self._meet(link, peer):
+                return
             link.begin(receive_s=0.0)
             while not self._closing.is_set():
                 request = self._next(link)
@@ -162,6 +182,31 @@ class StreamBulkServer(BulkServer):
             with self._lock:
                 del self._connections[threading.current_thread()]
             link.close()
+
+    def _meet(self, link: Link, peer: str) -> bool:
+        """Whether the other side has proved what it must."""
+        try:
+            meet(link, _PROOF_S)
+        except OSError as error:
+            if not self._closing.is_set():
+                self._say_refused(peer, str(error))
+            return False
+        finally:
+            with self._lock:
+                self._proving.pop(threading.current_thread(), None)
+        return True
+
+    def _say_refused(self, peer: str, why: str) -> None:
+        """Once: whoever comes may come often."""
+        if not self._refused:
+            self._refused = True
+            _log.warning(
+                "%s: %s came and did not prove this job's key (%s): a host with another job key, "
+                "or with and without --trust-network, or somebody else; this is said once",
+                self._address,
+                peer,
+                why,
+            )
 
     def _next(self, link: Link) -> BulkRequest | None:
         """The next request; None at the end of the connection, or of what makes sense on it."""
@@ -206,6 +251,11 @@ class StreamBulkServer(BulkServer):
             # A fault of ours must not end the server for everybody, nor go unseen.
             _log.exception("%s: reading %r failed", self._address, request)
             return Refused(f"the server failed: {error!r}")
+
+
+def _place(peer: object) -> str:
+    """Where a connection comes from, as `accept` says it."""
+    return f"{peer[0]} port {peer[1]}" if isinstance(peer, tuple) else "a process of this user"
 
 
 def _receive(link: Link, nbytes: int) -> bytearray | None:

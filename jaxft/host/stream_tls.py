@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from jaxft.errors import ConfigError
 from jaxft.host.stream_frames import SEND_S
-from jaxft.host.stream_links import Link
+from jaxft.host.stream_links import OTHER_KEY, Link
 from jaxft.host.trust import Trust
 
 _NAME = "jaxft job"
@@ -56,6 +56,13 @@ class TlsLink(Link):
             return select.POLLIN
         except ssl.SSLWantWriteError:
             return select.POLLOUT
+        except ssl.SSLCertVerificationError as error:
+            raise ConnectionRefusedError(OTHER_KEY) from error
+        except ssl.SSLError as error:
+            raise ConnectionRefusedError(
+                "the other side does not take this job key, or only one of the two has "
+                f"--trust-network ({error.reason or error})"
+            ) from error
         shown = self.socket.getpeercert(binary_form=True)
         if shown is None or not hmac.compare_digest(shown, self._certificate):
             raise ConnectionRefusedError("the other side shows another certificate than the job's")

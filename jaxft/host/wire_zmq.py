@@ -52,10 +52,14 @@ _log = logging.getLogger(__name__)
 _SEND_QUEUE = 64
 _SEND_QUEUE_BYTES = 32 << 20
 _RECEIVE_QUEUE = 256
+# Nobody takes more of them at once, or more bytes by much, whether they are proved or not.
+_RECEIVE_BYTES = 64 << 20
 # Receivers that an endpoint holds sockets for; the one used longest ago makes room.
 PEERS_MAX = 4096
 
 _LINGER_MS = 200
+# Whoever connects has so long to prove the key: those who say nothing take a descriptor each.
+_PROOF_MS = 10_000
 # A whisper that is longer is said aloud.
 _WHISPER_BYTES_MAX = 1 << 16
 # A plain number: ZeroMQ's Python side makes objects of its own of any other.
@@ -139,6 +143,7 @@ class _Sockets:
             socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10_000)
             socket.setsockopt(zmq.IPV6, address.startswith("tcp://["))
         socket.setsockopt(zmq.CONNECT_TIMEOUT, 5_000)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _PROOF_MS)
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
         return socket
@@ -271,11 +276,14 @@ class ZmqEndpoint(Endpoint):
         messages = self._quiet.receive()
         if timeout_s > 0 and not messages:
             self._inbox.poll(_milliseconds(timeout_s))
-        while len(messages) < _RECEIVE_QUEUE and self._has_message:  # asking first, as above
+        taken, taken_bytes = len(messages), 0
+        # Asking first, as above.
+        while taken < _RECEIVE_QUEUE and taken_bytes < _RECEIVE_BYTES and self._has_message:
             try:
                 frames = self._inbox.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
+            taken, taken_bytes = taken + 1, taken_bytes + sum(map(len, frames))
             if len(frames) == 1:
                 messages += self._opened(frames[0])
             else:

@@ -22,7 +22,8 @@ from pathlib import Path
 from jaxft.errors import ConfigError, LaunchError
 from jaxft.group.records import View
 
-_SIOCGIFADDR = 0x8915  # netdevice(7)
+_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # netdevice(7)
+_IFF_UP = 1
 _REMEDY = "name the address at which other hosts reach this one: --address, or --interface"
 
 
@@ -44,7 +45,12 @@ def own_address(
         raise ConfigError("--address and --interface both say where this host is: use one of them")
     if not (address or interface):
         found = _toward(endpoints)
-        return "" if ipaddress.ip_address(found).is_loopback else found
+        if _ip(found).version == 6 and _ip(found).is_link_local:
+            raise ConfigError(
+                f"this machine reaches the store from {found}, which does not lead to one host: "
+                f"{_REMEDY}"
+            )
+        return "" if _ip(found).is_loopback else found
     named = f"--address {address}" if address else f"--interface {interface}"
     found = _resolve(address, named) if address else _of_interface(interface)
     if ipaddress.ip_address(found).is_loopback and not _on_loopback(endpoints):
@@ -92,12 +98,17 @@ def _toward(endpoints: Sequence[tuple[str, int]]) -> str:
     failures = []
     for host, port in endpoints:
         try:
-            for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+            places = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        except (OSError, UnicodeError) as error:
+            failures.append(f"{host}: {_why(error)}")
+            continue
+        for family, _, _, _, place in places:
+            try:
                 with socket.socket(family, socket.SOCK_DGRAM) as probe:
                     probe.connect(place)  # which sends nothing
                     return str(probe.getsockname()[0])
-        except OSError as error:
-            failures.append(f"{host}: {error.strerror or error}")
+            except OSError as error:
+                failures.append(f"{host}: {_why(error)}")
     raise LaunchError(f"no way to the store from here ({'; '.join(failures)}): is its name right?")
 
 
@@ -106,33 +117,44 @@ def _on_loopback(endpoints: Sequence[tuple[str, int]]) -> bool:
 
 
 def _resolve(address: str, named: str) -> str:
-    """The first IP address of this name that is not loopback, if it has one."""
+    """Of this name's IP addresses the first that is this machine's and not loopback, if it has
+    one; else the first that is this machine's; else the first."""
     try:
-        found = [place[0] for *_, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)]
-    except OSError as error:
-        raise ConfigError(f"{named}: {error.strerror or error}") from error
-    addresses = [str(one) for one in found]
-    outward = [one for one in addresses if not _ip(one).is_loopback]
-    return (outward or addresses)[0]
+        places = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{named}: {_why(error)}") from error
+    found = [str(place[0]) for *_, place in places]
+    return min(found, key=lambda one: (bool(_fault_of(one)), _ip(one).is_loopback))
 
 
 def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     return ipaddress.ip_address(text)
 
 
+def _why(error: OSError | UnicodeError) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
 def _check_own(found: str, named: str) -> None:
+    if fault := _fault_of(found):
+        raise ConfigError(f"{named}: {found} {fault}")
+
+
+def _fault_of(found: str) -> str:
+    """Why others do not reach this machine at this address; "" if they may."""
     ip = _ip(found)
     if ip.is_unspecified or ip.is_multicast or ip.is_link_local:
-        raise ConfigError(f"{named}: {found} does not lead to one host: {_REMEDY}")
+        return f"does not lead to one host: {_REMEDY}"
     family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((found, 0))
     except OSError as error:
-        raise ConfigError(
-            f"{named}: {found} is not an address of this machine ({error.strerror or error}); it "
-            "has to be one of its own, since this host listens there and nowhere else"
-        ) from error
+        return (
+            f"is not an address of this machine ({_why(error)}); it has to be one of its own, "
+            "since this host listens there and nowhere else"
+        )
+    return ""
 
 
 def _of_interface(name: str) -> str:
@@ -140,9 +162,12 @@ def _of_interface(name: str) -> str:
     names = [known for _, known in socket.if_nameindex()]
     if name not in names:
         raise ConfigError(f"--interface {name}: there is none; there are {', '.join(names)}")
+    asked = struct.pack("256s", name.encode())
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        (flags,) = struct.unpack_from("H", fcntl.ioctl(probe.fileno(), _SIOCGIFFLAGS, asked), 16)
+        if not flags & _IFF_UP:
+            raise ConfigError(f"--interface {name}: it is down; bring it up, or use another one")
         try:
-            asked = struct.pack("256s", name.encode())
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, asked)
             return socket.inet_ntoa(answer[20:24])
         except OSError:

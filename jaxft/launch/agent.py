@@ -19,6 +19,8 @@ import signal
 import time
 from types import FrameType
 
+import msgspec
+
 from jaxft import config, faults
 from jaxft.errors import JaxftError, LaunchError, StoreError
 from jaxft.group import membership as m
@@ -43,7 +45,15 @@ from jaxft.launch.announcements import code_of, in_words
 from jaxft.launch.console import Console
 from jaxft.launch.ended_run import clear_ended_run
 from jaxft.launch.floor import remember, stored_generation
-from jaxft.launch.hostdir import LOOPBACK, Lock, RankFile, ReservedPort, remove
+from jaxft.launch.hostdir import (
+    LOOPBACK,
+    Lock,
+    RankFile,
+    ReservedPort,
+    StoreNote,
+    note_store,
+    remove,
+)
 from jaxft.launch.job_keys import job_trust
 from jaxft.launch.last_snapshot import SHARE, LastSnapshot, last_words
 from jaxft.launch.leaving import Leaving
@@ -52,10 +62,16 @@ from jaxft.launch.persisting import Persisting
 from jaxft.launch.probe import answering
 from jaxft.launch.progress import ProgressLog
 from jaxft.launch.ranks import Ranks
-from jaxft.launch.registration import Registration, StoreWatcher
+from jaxft.launch.registration import (
+    Registration,
+    StoreWatcher,
+    machine_id,
+    wait_for_name,
+)
 from jaxft.launch.smp_process import Died, Happening, SnapshotProcess, Up
 from jaxft.launch.store import Store
 from jaxft.launch.stores import open_store
+from jaxft.launch.watchdog import Watchdog
 from jaxft.status.events import EventLog
 
 # How often the clock is looked at while something is waited for, and at least while nothing is;
@@ -65,6 +81,8 @@ CALM_S = 10.0
 TURNS_MAX = 20
 PROBE_EVERY_S = 1.0
 WONDER_S = 1.0
+# How much longer than it was asked for a lease may last: etcd counts whole seconds.
+LAPSE_S = 2.0
 QUIET_KINDS = frozenset({"committed", "chosen"})
 
 
@@ -108,6 +126,7 @@ class Agent:
         self._leaving: Leaving | None = None
         self._progress = ProgressLog()
         self._ranks = Ranks(options, self._smp.socket, self._rank_file, console, self._events)
+        self._watchdog = Watchdog(options, self._ranks, self._smp.look_s, console.say)
         self._observer = m.Observer(options.rules())
         self._port = self._new_port()
         self._store: Store | None = None
@@ -147,7 +166,12 @@ class Agent:
             self._rank_file.kill_left(KILL_S)
             access = self.options.store_access()
             self._store = open_store(self.options.store, job=self.options.job, access=access)
+            where = StoreNote(
+                url=self.options.store, ca=access.ca, cert=access.cert, key=access.key
+            )
+            note_store(self.directory, where)
             clear_ended_run(self._store, 2 * self.options.lease_s)
+            self._wait_for_name(self._store)
             self._smp.begin(job_trust(self.options, self._store, self._console.say))
             end = self._loop(self._store)
             self._failed = not end.ok
@@ -187,6 +211,7 @@ class Agent:
             and self._smp.is_calm
             and self._progress.is_written
             and not self._ranks.is_chatty
+            and not self._watchdog.suspects
         )
         if registration is None or not calm:
             return TICK_S
@@ -213,6 +238,22 @@ class Agent:
         self._hurried = self._hurried or (after_another and number == signal.SIGINT)
         self._signal = self._signal or number
         self._wake()
+
+    def _wait_for_name(self, store: Store) -> None:
+        """An agent that was lost with another machine has this host's name for a lease."""
+
+        def check() -> None:
+            if self._signal:
+                raise Interrupted(self._signal)
+
+        patience_s = 2 * self.options.lease_s + LAPSE_S
+        try:
+            wait_for_name(store, self._host, machine_id(), patience_s, self._console.say, check)
+        except Interrupted:
+            # Nothing of this host is in the job yet, so there is nothing to leave.
+            store.close()
+            self._store = None
+            raise
 
     def _leave_job(self, told: Interrupted) -> None:
         """This host is to go; so may be the whole job, which then writes its newest snapshot."""
@@ -341,7 +382,7 @@ class Agent:
             self._watcher = StoreWatcher(
                 store,
                 self._registration,
-                look=self._smp.look,
+                look=self._look,
                 look_s=self._smp.look_s,
                 wake=self._wake,
             )
@@ -350,6 +391,10 @@ class Agent:
         if self._generation is not None:
             self._smp.enter(self._generation)
         self._last_snapshot.ask_again()
+
+    def _look(self) -> bool:
+        """By the thread that follows the store, which is awake: whether the loop is to be."""
+        return any([self._smp.look(), self._watchdog.look()])
 
     def _register(self) -> None:
         """Writes this host's record as it is now."""
@@ -371,6 +416,7 @@ class Agent:
                 fresh=options.fresh,
                 leaving=self._leaving is not None,
                 trust=welcome.trust,
+                machine=machine_id(),
             )
         )
         with contextlib.suppress(StoreError):
@@ -381,7 +427,8 @@ class Agent:
         facts = {key: value for key, value in detail.items() if key not in ("event", "generation")}
         self._events.emit(kind, generation=number, **facts)
         if kind not in QUIET_KINDS:
-            self._console.say(f"generation {number}: {in_words(kind, facts)}")
+            words = in_words(kind, facts, exports=self._is_export)
+            self._console.say(f"generation {number}: {words}")
         if kind == "generation_floor":
             self._floor = max(self._floor, int(detail.get("number", 0)))
             self._register()
@@ -466,6 +513,7 @@ class Agent:
                     return None
                 if wrong := misfit(self._host, view):
                     raise LaunchError(wrong)
+                self._watchdog.tell(store, view)
                 decision = self._observer.decide(
                     view, self._me(), time.monotonic(), secrets.token_hex(8)
                 )
@@ -496,6 +544,7 @@ class Agent:
                 return self._leave(number, store, view.faults.get(number))
             case m.DeclareFault(fault, expect, _):
                 key = f"{FAULT}{fault.generation}"
+                fault = msgspec.structs.replace(fault, at_s=time.time())
                 if store.commit({key: expect}, {key: encode(fault)}):
                     self._tell_fault(fault)
             case m.ReportDone(generation=number, ranks=ranks):
@@ -613,6 +662,8 @@ class Agent:
             f"generation {fault.generation} ends: {fault.detail}; its ranks are stopped, and the "
             "next generation follows unless the job gives up"
         )
+        if fault.kind == "hung":
+            self._watchdog.tell_fault(fault)
 
     def _finish(self, decision: m.Finish, store: Store) -> JobEnd | None:
         """The end, once it stands in the store."""

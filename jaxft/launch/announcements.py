@@ -25,12 +25,18 @@ _WORDS = {
 }
 
 
-def in_words(kind: str, facts: Facts) -> str:
-    """What an SMP announced."""
+def in_words(kind: str, facts: Facts, *, exports: bool = False) -> str:
+    """What an SMP announced.
+
+    Args:
+        exports: nobody trains in this generation, which only brings a snapshot to storage.
+    """
     if kind == "settled":
         # A checkpoint that plain Orbax wrote has a step and no identity.
         whence = f" (snapshot {facts['base']})" if facts["base"] else ""
         step = facts["step"]
+        if exports:
+            return f"step {step}{whence} goes to storage"
         return f"goes on from step {step}{whence}" if whence or step else "begins anew"
     if kind in _WORDS:
         return _WORDS[kind].format_map(facts)
@@ -41,4 +47,8 @@ def in_words(kind: str, facts: Facts) -> str:
 def code_of(generation: Generation) -> str:
     """The code in force, which in small groups is less than what was asked for."""
     codes = list(dict.fromkeys(f"{group.data}+{group.parity}" for group in generation.groups))
-    return f"code {codes[0]}" if len(codes) == 1 else f"groups {', '.join(codes)}"
+    said = f"code {codes[0]}" if len(codes) == 1 else f"groups {', '.join(codes)}"
+    if not any(group.parity for group in generation.groups):
+        lost = "the host" if len(generation.hosts) == 1 else "a host"
+        said += f", so memory protects from the loss of processes only, not of {lost}"
+    return said

@@ -152,6 +152,18 @@ def start_ticks(pid: int) -> int | None:
     return None if stat is None else int(stat[19])
 
 
+def state_of(pid: int) -> str:
+    """The state of a process, a letter as in proc(5); "" if there is none."""
+    stat = _stat(pid)
+    return "" if stat is None else stat[0]
+
+
+def is_in_group(pid: int, group: int) -> bool:
+    """Does the process live, and belong to this process group?"""
+    stat = _stat(pid)
+    return stat is not None and int(stat[2]) == group and stat[0] not in "ZX"
+
+
 def _stat(pid: int) -> list[str] | None:
     """The fields of /proc/PID/stat from the third (the state) on, see proc(5)."""
     try:

@@ -13,20 +13,25 @@ Rules
 - Who one is, where etcd asks for it, is a token that etcd gives for a password, and takes back when
   it likes. A request that is refused for its token has had no effect: it is sent again with a new
   one, once.
+- What etcd says is JSON. An answer that is none, or not of etcd's form, is somebody else's (a proxy
+  on the way, another service at that port), and an error like any other.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import math
 import os
+import re
+import ssl
 import threading
 import time
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import etcd3gw
 import requests
@@ -44,6 +49,13 @@ from jaxft.launch.store import Entry
 
 REQUEST_S = 2.0
 WATCH_S_MIN = 0.05
+_REASON_CHARS_MAX = 300
+_REMEDIES = {
+    "user name is empty": "it asks who one is: set JAXFT_STORE_USER and JAXFT_STORE_PASSWORD",
+    "invalid user ID or password": "look at JAXFT_STORE_USER and JAXFT_STORE_PASSWORD",
+    "permission denied": "JAXFT_STORE_USER needs to read and write the keys below /jaxft/JOB/",
+    "database space exceeded": "it is full: compact it, and disarm its alarm (etcdctl)",
+}
 
 
 class EtcdStore:
@@ -72,21 +84,24 @@ class EtcdStore:
         self._gateway = _Gateway(endpoints, access, is_encrypted)
         self._seen = _Seen()
         try:
-            self._gateway.ask("/kv/range", {**self._range(""), "count_only": True})
+            answer = self._gateway.ask("/kv/range", {**self._range(""), "count_only": True})
+            with _understanding(self._gateway.place):
+                int(answer["header"]["revision"])
         except BaseException:
             self.close()
             raise
 
     def read(self, prefix: str = "") -> dict[str, Entry]:
         answer = self._gateway.ask("/kv/range", self._range(prefix))
-        self._seen.revision = int(answer["header"]["revision"])
         entries: dict[str, Entry] = {}
-        for item in answer.get("kvs", ()):
-            key = b64decode(item["key"]).decode()[len(self._namespace) :]
-            leased = int(item.get("lease", 0)) != 0
-            entries[key] = Entry(
-                b64decode(item.get("value", "")), int(item["mod_revision"]), leased
-            )
+        with _understanding(self._gateway.place):
+            for item in answer.get("kvs", ()):
+                key = b64decode(item["key"]).decode()[len(self._namespace) :]
+                leased = int(item.get("lease", 0)) != 0
+                entries[key] = Entry(
+                    b64decode(item.get("value", "")), int(item["mod_revision"]), leased
+                )
+            self._seen.revision = int(answer["header"]["revision"])
         return entries
 
     def commit(
@@ -120,12 +135,21 @@ class EtcdStore:
     def lease(self, key: str, value: bytes, ttl_s: float) -> EtcdLease:
         assert ttl_s > 0
         granted = self._gateway.ask("/lease/grant", {"TTL": math.ceil(ttl_s), "ID": 0})
-        lease = EtcdLease(self, key, int(granted["ID"]))
+        with _understanding(self._gateway.place):
+            lease = EtcdLease(self, key, int(granted["ID"]))
         try:
             self._transaction([], [self._put(key, value, lease.number)])
         except _LeaseGone as error:
             raise StoreError(f"etcd took back the new lease of {key} at once; try again") from error
         return lease
+
+    def jobs(self) -> set[str]:
+        """All that have keys here, not only this one."""
+        keys = {"key": _base64(b"/jaxft/"), "range_end": _base64(b"/jaxft0"), "keys_only": True}
+        answer = self._gateway.ask("/kv/range", keys)
+        with _understanding(self._gateway.place):
+            found = [b64decode(item["key"]).decode() for item in answer.get("kvs", ())]
+        return {unquote(key.split("/")[2]) for key in found}
 
     @property
     def is_private(self) -> bool:
@@ -148,17 +172,20 @@ class EtcdStore:
 
     def _transaction(self, compare: list[dict[str, Any]], success: list[dict[str, Any]]) -> bool:
         answer = self._gateway.tell("/kv/txn", {"compare": compare, "success": success})
-        return bool(answer.get("succeeded", False))
+        with _understanding(self._gateway.place):
+            return bool(answer.get("succeeded", False))
 
     # What a lease does with its key, if the key still is its own
 
     def _renew(self, key: str, number: int) -> bool:
         kept = self._gateway.ask("/lease/keepalive", {"ID": number})
-        if int(kept["result"].get("TTL", 0)) <= 0:
-            return False
+        with _understanding(self._gateway.place):
+            if int(kept["result"].get("TTL", 0)) <= 0:
+                return False
         # etcd's lease outlives its key, where another agent deleted that or took it over.
         found = self._gateway.ask("/kv/range", {"key": self._key(key), "keys_only": True})
-        return any(int(item.get("lease", 0)) == number for item in found.get("kvs", ()))
+        with _understanding(self._gateway.place):
+            return any(int(item.get("lease", 0)) == number for item in found.get("kvs", ()))
 
     def _update(self, key: str, number: int, value: bytes) -> bool:
         own = {"key": self._key(key), "target": "LEASE", "result": "EQUAL", "lease": number}
@@ -227,6 +254,11 @@ class _Gateway:
         self._current = 0
         self._lock = threading.Lock()  # held for at most REQUEST_S an endpoint
 
+    @property
+    def place(self) -> str:
+        """Of the endpoint that answered last."""
+        return str(self._clients[self._current].base_url)
+
     def ask(self, path: str, body: dict[str, Any]) -> Any:
         """Sends what may arrive twice: all but transactions (a lease granted for nobody lapses)."""
         return self._send(path, body, may_repeat=True)
@@ -247,7 +279,9 @@ class _Gateway:
                     if "lease not found" in reason:
                         raise _LeaseGone(f"etcd {client.base_url}: {reason}") from error
                     if not _is_away(error):
-                        raise StoreError(f"etcd {client.base_url} refused: {reason}") from error
+                        raise StoreError(
+                            f"etcd {client.base_url} refused: {reason}{_remedy(reason)}"
+                        ) from error
                     if not (may_repeat or _never_left(error)):
                         raise StoreError(
                             f"etcd {client.base_url} broke off a write ({reason}): it is unknown "
@@ -273,7 +307,9 @@ class _Gateway:
     def _authenticate(self, client: etcd3gw.Etcd3Client) -> str:
         """A new token for this user."""
         body = {"name": self._access.user, "password": self._access.password}
-        return str(client.post(client.get_url("/auth/authenticate"), json=body)["token"])
+        answer = client.post(client.get_url("/auth/authenticate"), json=body)
+        with _understanding(client.base_url):
+            return str(answer["token"])
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": self._token} if self._token else {}
@@ -296,11 +332,11 @@ class _Gateway:
                 ) as stream:
                     # The first message says that the watch is there. Any other one, and the
                     # stream's end, is a reason to look: an event, a compaction, an error.
-                    for line in stream.iter_lines():
-                        if not _is_greeting(line):
-                            break
+                    lines = (line for line in stream.iter_lines() if not _is_greeting(line))
+                    if b'"events"' not in next(lines, b""):
+                        time.sleep(WATCH_S_MIN)  # it may end as soon again
                     return True
-            except requests.RequestException as error:
+            except (requests.RequestException, ValueError) as error:
                 if time.monotonic() >= deadline_s:
                     return False
                 failures.append(f"{client.base_url}: {_reason(error)}")
@@ -316,7 +352,11 @@ class _Gateway:
         return StoreError(
             "no etcd endpoint answered ("
             + "; ".join(failures)
-            + "): is etcd running, and does the network let this host reach it?"
+            + (
+                "): is it reached over TLS, and do --store-ca, --store-cert and --store-key fit it?"
+                if any("SSL" in failure for failure in failures)
+                else "): is etcd running, and does the network let this host reach it?"
+            )
         )
 
 
@@ -337,6 +377,22 @@ def _check(access: StoreAccess, is_private: bool) -> None:
     for option, path in names.items():
         if path and not os.access(path, os.R_OK):
             raise ConfigError(f"{option} {path}: no such file, or it cannot be read")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        if access.ca and not os.path.isdir(access.ca):
+            context.load_verify_locations(access.ca)
+    except OSError as error:
+        raise ConfigError(
+            f"--store-ca {access.ca}: expected certificates in PEM ({_in_short(error)})"
+        ) from error
+    try:
+        if access.cert:
+            context.load_cert_chain(access.cert, access.key, password="")  # and no question for one
+    except OSError as error:
+        raise ConfigError(
+            f"--store-cert {access.cert}, --store-key {access.key}: expected a certificate and its "
+            f"own private key, without a passphrase, in PEM ({_in_short(error)})"
+        ) from error
     if access.user and not is_private:
         raise ConfigError(
             "JAXFT_STORE_PASSWORD would go over the network for everybody to read: reach the store "
@@ -359,36 +415,78 @@ def _is_stale_token(error: Exception) -> bool:
 
 def _is_away(error: Exception) -> bool:
     """Whether another endpoint might do better; else etcd understood the request and said no."""
-    return isinstance(
-        error,
+    away = (
         ConnectionFailedError
         | ConnectionTimeoutError
         | InternalServerError
-        | requests.RequestException,
+        | requests.RequestException
     )
+    return isinstance(error, away) or not _is_json(getattr(error, "detail_text", None) or "")
 
 
 def _never_left(error: Exception) -> bool:
     """Whether no connection came about, so that etcd cannot have seen the request."""
     cause = error.__context__  # what `requests` raised and etcd3gw mapped
-    if isinstance(cause, requests.ConnectTimeout):
-        return True
-    inner = cause.args[0] if isinstance(cause, requests.ConnectionError) and cause.args else None
-    return isinstance(getattr(inner, "reason", None), urllib3.exceptions.NewConnectionError)
+    return isinstance(cause, requests.ConnectTimeout) or isinstance(
+        _innermost(cause), urllib3.exceptions.NewConnectionError
+    )
+
+
+def _innermost(error: BaseException | None) -> Exception | None:
+    """Why no connection came about, below all that `requests` and urllib3 say around it."""
+    inner = error.args[0] if isinstance(error, requests.ConnectionError) and error.args else None
+    reason = getattr(inner, "reason", None)
+    return reason if isinstance(reason, Exception) else None
 
 
 def _reason(error: Exception) -> str:
+    if inner := _innermost(error) or _innermost(error.__context__):
+        return _in_short(inner)
     text = getattr(error, "detail_text", None) or str(error) or type(error).__name__
     try:
         return str(json.loads(text)["message"])
     except (ValueError, KeyError, TypeError):
-        return text
+        return " ".join(text.split())[:_REASON_CHARS_MAX]
+
+
+def _remedy(reason: str) -> str:
+    return next((f": {what}" for why, what in _REMEDIES.items() if why in reason), "")
+
+
+def _in_short(error: Exception) -> str:
+    """Without the place in the source of Python's module, and the name of urllib3's."""
+    text = re.sub(r" \(_ssl\.c:\d+\)", "", str(error))
+    return re.sub(r"^<?HTTPS?Connection\(.*?\)>?: ", "", text)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _understanding(place: str) -> Iterator[None]:
+    """What is read within is an answer of etcd's. Raises StoreError if it is of another form."""
+    try:
+        yield
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise StoreError(
+            f"what answers at {place} is not etcd ({error!r}): a proxy on the way, or another "
+            "service?"
+        ) from error
 
 
 def _is_greeting(line: bytes) -> bool:
+    """Whether this line of a watch tells of nothing. Raises ValueError: it is none of etcd's."""
     if not line.strip():
         return True
-    result = json.loads(line).get("result", {})
+    said = json.loads(line)
+    if not isinstance(said, dict):
+        raise ValueError(f"{said!r} is none of etcd's answers")
+    result = said.get("result") or {}
     return bool(result.get("created")) and not (result.get("canceled") or result.get("events"))
 
 

@@ -3,6 +3,7 @@
 DIR/lock       held (flock) by the agent, with its process number
 DIR/smp.sock   the SMP's socket (and those for its peers)
 DIR/ranks      the processes that the agent has started, for the agent after it
+DIR/store      where the job's store is, for `jaxft status`
 DIR/logs/      logs, unless they go elsewhere
 """
 
@@ -19,6 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
+
 from jaxft import config
 from jaxft.errors import JobInUse, LaunchError
 from jaxft.host.local import make_private
@@ -26,6 +29,7 @@ from jaxft.launch.child import Child, living, start_ticks
 
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.01
+_STORE = "store"
 
 
 class Lock:
@@ -143,6 +147,29 @@ class RankFile:
                 raise LaunchError(f"processes {left} of an earlier agent do not die")
             time.sleep(_POLL_S)
         self.clear()
+
+
+class StoreNote(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a job's store is, and with which files it is reached."""
+
+    url: str
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+
+
+def note_store(directory: Path, note: StoreNote) -> None:
+    """Writes it down for whoever looks at this host, who would have to say it otherwise."""
+    with contextlib.suppress(OSError):
+        (directory / _STORE).write_bytes(msgspec.json.encode(note))
+
+
+def noted_store(directory: Path) -> StoreNote | None:
+    """Of the job whose host's directory this is; None if it is not known."""
+    try:
+        return msgspec.json.decode((directory / _STORE).read_bytes(), type=StoreNote)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def remove(directory: Path, lock: Lock, *, keep_logs: bool) -> None:

@@ -50,6 +50,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         orphan_s: how long a host's memory lives on without an agent.
         silence_s: how long an SMP may be silent before snapshots are held or, while recovering,
             a new generation is formed; after twice as long its agent starts it again.
+        hang_s: a rank that does not call `save` for so long, or for ten times its longest pause
+            lately, whichever is longer, hangs; 0: none ever does.
         restarts_max: failures in a row, without a newer snapshot, after which the job fails.
         bandwidth_max: bytes a second that each host's SMP may pull from others while it codes a
             snapshot, for example "2GB" ("": as much as there is). Restoring is not held back.
@@ -87,6 +89,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     persist_grace_s: float = 20.0
     orphan_s: float = 600.0
     silence_s: float = 5.0
+    hang_s: float = 600.0
     restarts_max: int = 3
     bandwidth_max: str = ""
     fresh: bool = False
@@ -109,7 +112,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{_option(name)} {getattr(self, name):g}: expected more than 0")
         for name in (
             *("settle_s", "rejoin_s", "agent_grace_s"),
-            *("term_grace_s", "persist_grace_s", "orphan_s"),
+            *("term_grace_s", "persist_grace_s", "orphan_s", "hang_s"),
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{_option(name)} {getattr(self, name):g}: expected 0 or more")

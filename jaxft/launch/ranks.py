@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -16,6 +17,7 @@ from jaxft import config
 from jaxft.config import RankEnv
 from jaxft.group.membership import Exit
 from jaxft.group.world import Generation
+from jaxft.host.calls_page import CallsPage
 from jaxft.launch.child import Child, end_all, kill_all
 from jaxft.launch.console import Console, LogFollower, last_lines
 from jaxft.launch.filewatch import Writes
@@ -23,11 +25,21 @@ from jaxft.launch.hostdir import RankFile
 from jaxft.launch.options import KILL_S, RunOptions
 from jaxft.status.events import EventLog
 
+CALLS = "JAXFT_CALLS"
 PERSIST = "JAXFT_PERSIST"
 EXPORT = "JAXFT_EXPORT"
 STORE = "JAXFT_STORE"
 EXPORTER = (sys.executable, "-m", "jaxft.exporter")
 FULL_BYTES = 4096
+
+
+class Watched(NamedTuple):
+    """A rank that trains: its process group, its log, and the page in which it counts its calls."""
+
+    rank: int
+    group: int
+    log: Path
+    page: CallsPage
 
 
 class Ranks:
@@ -59,6 +71,7 @@ class Ranks:
         self._chatty = False
         self._exits: dict[int, Exit] = {}
         self.generation = 0
+        self.watched: tuple[Watched, ...] = ()  # replaced as a whole: another thread looks
 
     @property
     def running(self) -> int:
@@ -86,7 +99,7 @@ class Ranks:
         writes to storage; all earlier ones are dead."""
         assert not self._children
         self.generation = generation.number
-        first, logs = generation.first_rank(index), []
+        first, logs, watched = generation.first_rank(index), [], []
         more = export_environment(generation, self._options)
         command = EXPORTER if more else self._options.command
         quiet = self._console.quiet or generation.export is not None
@@ -94,15 +107,19 @@ class Ranks:
             log = self._options.logs() / f"gen{generation.number}-rank{rank}.log"
             env = rank_environment(generation, self._options.host, rank, self._smp) | more
             _fresh_log(log)
+            page = CallsPage.create() if self._options.hang_s and not more else None
+            env |= {} if page is None else {CALLS: page.path}
             child = Child(command, env=env, log=log)
             self._children[rank] = child
             logs.append(log)
+            watched += [] if page is None else [Watched(rank, child.pid, log, page)]
             if not quiet:
                 self._followers.append(LogFollower(self._console, rank, log))
             self._events.emit(
                 "rank_started", rank=rank, pid=child.pid, generation=generation.number
             )
         self._rank_file.write(list(self._children.values()))
+        self.watched = tuple(watched)
         self._writes = None if quiet else Writes(logs)
         self._chatty = True
 
@@ -153,6 +170,9 @@ class Ranks:
                 took_s=round(time.monotonic() - began_s, 3),
             )
         self._rank_file.clear()
+        watched, self.watched = self.watched, ()
+        for one in watched:
+            one.page.close()
         self._children, self._followers, self._exits = {}, [], {}
         self.generation = 0
 
@@ -204,7 +224,7 @@ def rank_environment(
     of a rank that is killed are in its log. It has no secrets of the agent's.
     """
     env = dict(os.environ if environ is None else environ)
-    for name in (PERSIST, EXPORT, STORE, *config.SECRETS):
+    for name in (CALLS, PERSIST, EXPORT, STORE, *config.SECRETS):
         env.pop(name, None)
     env.setdefault("PYTHONUNBUFFERED", "1")
     place = RankEnv(

@@ -14,24 +14,86 @@ Rules
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from jaxft.errors import JobInUse, StoreError
 from jaxft.group.records import HOST, HostRecord, View, read_view
 from jaxft.group.world import encode
 from jaxft.launch.store import Entry, Lease, Store
 
+_log = logging.getLogger(__name__)
+
 RENEWALS_A_LEASE = 3
 RETRIES_A_PAUSE = 4
 RETRY_S = 0.1
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_POLL_S = 0.2
 
 
 def boot_s() -> float:
     """Seconds since boot, those in which the machine slept included."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def machine_id() -> str:
+    """Tells this machine, since its boot, from all others; "" if the system does not say."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
+
+
+def wait_for_name(
+    store: Store,
+    host: str,
+    machine: str,
+    patience_s: float,
+    say: Callable[[str], None],
+    check: Callable[[], None],
+) -> None:
+    """Sees to it that no agent on another machine has this host's name.
+
+    One that was lost with its machine has it until its lease lapses, which is waited for. On the
+    same machine an agent that was killed is followed at once: there a lock keeps two apart.
+
+    Args:
+        store: of the job.
+        host: the name.
+        machine: see `machine_id`; of this one.
+        patience_s: how long to wait, longer than a lease.
+        say: tells a person.
+        check: called now and then; raises to end the wait.
+
+    Raises:
+        JobInUse: another machine's agent has it, and lives.
+        StoreError: the store does not answer.
+    """
+    key = f"{HOST}{host}"
+    deadline_s = time.monotonic() + patience_s
+    said = False
+    while (entry := store.read(key).get(key)) is not None:
+        check()
+        other = read_view({key: entry}).hosts[host]
+        if not (machine and other.machine) or other.machine == machine:
+            return
+        if time.monotonic() > deadline_s:
+            raise JobInUse(
+                f"host {host} of this job lives on another machine (its memory at "
+                f"{other.address}, agent {other.agent}): every host needs a name of its own "
+                "(--host)"
+            )
+        if not said:
+            say(
+                f"host {host} is registered from another machine: waits {patience_s:g} s for it "
+                "to go"
+            )
+        said = True
+        store.changed(min(_POLL_S, max(0.0, deadline_s - time.monotonic())))
 
 
 class Registration:
@@ -218,13 +280,17 @@ class StoreWatcher:
     def _follow(self) -> None:
         changed = True
         while not self._ending.is_set():
-            self._mind_time()
             try:
+                self._mind_time()
                 if changed:
                     self.refresh()
                     self._wake()
                 changed = self._store.changed(self._left_s())
-            except StoreError as error:
+            except Exception as error:  # noqa: BLE001 - see below
+                # Whatever it is: without this thread the lease would lapse, and nobody knew why.
+                if not isinstance(error, StoreError):
+                    _log.exception("the store is taken for away")
+                    error = StoreError(f"the store cannot be followed: {error!r}")
                 self._error = error
                 changed = True
                 self._wake()

@@ -33,6 +33,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import quote
 
 from jaxft.errors import StoreError
 from jaxft.launch.filewatch import FileWatch
@@ -462,6 +463,38 @@ class SqliteStore:
                 (self._job, key, owner),
             )
             self._next_revision()
+
+
+def read_file(path: Path, job: str) -> dict[str, Entry]:
+    """The keys of a job in this file, which is only read. Leases are as their owners left them.
+
+    Raises:
+        StoreError: it is not there, locked, or no store.
+    """
+    with _reading(path) as connection:
+        rows = connection.execute(
+            "SELECT key, value, revision, owner FROM entries WHERE job = ?", (job,)
+        )
+        return {
+            key: Entry(value, revision, owner is not None) for key, value, revision, owner in rows
+        }
+
+
+def jobs_in(path: Path) -> set[str]:
+    """The jobs that have keys in this file, which is only read; raises as `read_file` does."""
+    with _reading(path) as connection:
+        return {job for (job,) in connection.execute("SELECT DISTINCT job FROM entries")}
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[sqlite3.Connection]:
+    if not path.is_file():
+        raise StoreError(f"store {path} is not there: no agent has made it, or its job has ended")
+    address = f"file:{quote(os.path.realpath(path))}?mode=ro"
+    with _mapped_errors(path):
+        connection = sqlite3.connect(address, timeout=BUSY_S, isolation_level=None, uri=True)
+        with contextlib.closing(connection):
+            yield connection
 
 
 class SqliteLease:

@@ -7,8 +7,8 @@ from urllib.parse import urlsplit
 
 from jaxft.config import StoreAccess
 from jaxft.errors import ConfigError
-from jaxft.launch.sqlite import SqliteStore
-from jaxft.launch.store import Store
+from jaxft.launch.sqlite import SqliteStore, jobs_in, read_file
+from jaxft.launch.store import Entry, Store
 
 ETCD_PORT = 2379
 ETCD = ("etcd", "etcds")
@@ -46,9 +46,45 @@ def open_store(url: str, *, job: str, access: StoreAccess | None = None) -> Stor
         is_encrypted = scheme == "etcds" or bool(access.ca or access.cert)
         return EtcdStore(endpoints, job=job, access=access, is_encrypted=is_encrypted)
     raise ConfigError(
-        f"store {url}: unknown kind {scheme}, expected sqlite:///absolute/path/file.db, "
+        f"store {scheme}://...: unknown kind {scheme}, expected sqlite:///absolute/path/file.db, "
         "a plain path, or etcd://host:port,host:port (etcds:// with TLS)"
     )
+
+
+def read_entries(url: str, job: str, access: StoreAccess | None = None) -> dict[str, Entry]:
+    """All keys of a job, for who only looks: nothing is made, and no lease expired. Raises as
+    `open_store` does."""
+    path = _file_of(url)
+    if path is not None:
+        return read_file(path, job)
+    store = open_store(url, job=job, access=access)
+    try:
+        return store.read()
+    finally:
+        store.close()
+
+
+def jobs_of(url: str) -> set[str]:
+    """The jobs that have keys in a store, which is only read. Raises as `open_store` does."""
+    path = _file_of(url)
+    if path is not None:
+        return jobs_in(path)
+    store = open_store(url, job="any")
+    from jaxft.launch.etcd import EtcdStore
+
+    assert isinstance(store, EtcdStore)
+    try:
+        return store.jobs()
+    finally:
+        store.close()
+
+
+def _file_of(url: str) -> Path | None:
+    """The file of a store in SQLite; None of another kind. Raises ConfigError."""
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme != "sqlite":
+        return None
+    return _sqlite_path(url, rest if separator else url)
 
 
 def etcd_endpoints(url: str) -> list[tuple[str, int]]:
@@ -60,7 +96,12 @@ def etcd_endpoints(url: str) -> list[tuple[str, int]]:
     scheme, _, rest = url.partition("://")
     if scheme not in ETCD:
         return []
-    return [_endpoint(url, part) for part in rest.rstrip("/").split(",")]
+    if "@" in rest:
+        raise ConfigError(
+            "the store's URL has a user, or a password, in it, where others see them: say "
+            "JAXFT_STORE_USER and JAXFT_STORE_PASSWORD"
+        )
+    return [_endpoint(url, part.strip()) for part in rest.rstrip("/").split(",")]
 
 
 def _sqlite_path(url: str, path: str) -> Path:
@@ -77,6 +118,6 @@ def _endpoint(url: str, part: str) -> tuple[str, int]:
         host, port = split.hostname, split.port
     except ValueError as error:
         raise ConfigError(f"store {url}: {part!r} is not host:port ({error})") from error
-    if not host or part != split.netloc or "@" in part:
+    if not host or part != split.netloc:
         raise ConfigError(f"store {url}: {part!r} is not host:port")
     return host, port or ETCD_PORT

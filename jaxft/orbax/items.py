@@ -28,7 +28,7 @@ from jaxft.group.manifest import Leaf, Manifest, Path
 DEFAULT = "default"
 _NAMES = {ocp.args.StandardSave: "StandardSave", ocp.args.PyTreeSave: "PyTreeSave"}
 _TREES = tuple(_NAMES)
-_MARK = "jaxft.orbax"
+MARK = "jaxft.orbax"
 
 
 class Held(NamedTuple):
@@ -44,10 +44,14 @@ class Held(NamedTuple):
     def state(self) -> Any:
         return self.trees[DEFAULT] if self.is_default else self.trees
 
-    def extras(self, metrics: Any = None, custom_metadata: Any = None) -> dict[str, Any]:
-        """All of it that is no tree, as extras of a snapshot."""
+    def extras(
+        self, metrics: Any = None, custom_metadata: Any = None, *, is_copy: bool = False
+    ) -> dict[str, Any]:
+        """All of it that is no tree, as extras of a snapshot. `is_copy`: it is what a script asked
+        of a step on storage, which may be less than the step has, or of other dtypes."""
         return {
-            _MARK: 1,
+            MARK: 1,
+            "copy": is_copy,
             "default": self.is_default,
             "trees": {name: self.kinds.get(name, "StandardSave") for name in self.trees},
             "texts": {name: json.dumps(value) for name, value in self.texts.items()},
@@ -122,7 +126,7 @@ def _described(text: str) -> Any:
 
 class Contents(NamedTuple):
     """What a snapshot has: its leaves, in the order of its tables, and what is beside them. `empty`
-    are the nodes with nothing in them."""
+    are the nodes with nothing in them. With `is_copy`, the step on storage has what was saved."""
 
     leaves: tuple[Leaf, ...]
     empty: tuple[Leaf, ...]
@@ -132,6 +136,7 @@ class Contents(NamedTuple):
     shardings: dict[int, str]
     metrics: Any
     custom_metadata: Any
+    is_copy: bool
 
     @classmethod
     def of(cls, manifests: Iterable[Manifest]) -> Contents:
@@ -140,7 +145,7 @@ class Contents(NamedTuple):
         ordered = sorted(manifests, key=lambda manifest: manifest.host)
         parts = [part for manifest in ordered for part in manifest.parts]
         extras = decode_extras(min(parts, key=lambda part: part.rank).extras)
-        if not (isinstance(extras, dict) and _MARK in extras):
+        if not (isinstance(extras, dict) and MARK in extras):
             extras = Held({DEFAULT: ()}, {}, is_default=True, kinds={}).extras()
         return cls(
             leaves=tuple(leaf for leaf in ordered[0].leaves if leaf.kind != "empty"),
@@ -153,6 +158,7 @@ class Contents(NamedTuple):
             },
             metrics=json.loads(extras["metrics"]),
             custom_metadata=json.loads(extras["custom_metadata"]),
+            is_copy=extras.get("copy", False),
         )
 
     def saved_sharding(self, number: int) -> Any:

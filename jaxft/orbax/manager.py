@@ -14,16 +14,23 @@ The rules:
 from __future__ import annotations
 
 import atexit
+import contextlib
+import dataclasses
 import logging
+import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 from jaxft.config import RankEnv
 from jaxft.device.transfer import Staging
-from jaxft.errors import ConfigError, JaxftError, JobInUse
+from jaxft.errors import ConfigError, JobInUse
 from jaxft.orbax.descriptions import step_metadata
 from jaxft.orbax.items import DEFAULT, Contents, Held, hold, is_composite, refusal
 from jaxft.orbax.memory import Memory, Newest
@@ -31,6 +38,7 @@ from jaxft.orbax.request import Request
 from jaxft.orbax.storage import KEY, Storage, job_of, marked
 from jaxft.orbax.targets import Unsupported
 from jaxft.overhead import Auto
+from jaxft.receipt import Receipt
 from jaxft.snapshotter import Snapshotter
 from jaxft.startup import leaves_by
 
@@ -95,10 +103,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
         self._in_use: JobInUse | None = None
         self._is_default = _configured_default(item_names, item_handlers)
         self._is_beyond = False  # did a step go to storage alone?
-        self._hidden: int | None = None  # a step in memory that was deleted
+        self._hidden_step: int | None = None  # see `_hidden`
+        self._looked_for_deleted = False
         self._went_back_to: int | None = None  # the step that was restored, where newer ones are
         self._warned: set[str] = set()
         self._closed = False
+        self._pid = os.getpid()
         why = self._why_not_in_memory(checkpointers)
         if why:
             self._warn(f"nothing of it is kept in memory: {why}")
@@ -123,6 +133,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
         job = None
         if seat is None:
             job = job_of(self._storage.root)
+            if job is None:
+                self._warn("nothing of it is kept in memory: the directory cannot be written to")
+                return
             self._replace()
         try:
             snapshotter = Snapshotter(
@@ -133,8 +146,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
                 timeout_s=timeout_s,
             )
         except JobInUse as error:
-            self._in_use = error
-            self._warn(f"it can read storage, and cannot save: {error}")
+            who = str(error).partition(":")[0]
+            self._in_use = JobInUse(
+                f"{who}, which is {self._storage.root}'s: wait for it to end, stop it, or use "
+                "another directory"
+            )
+            self._warn(f"it can read storage, and cannot save: {self._in_use}")
             return
         self._memory = Memory(snapshotter, self._storage)
         _open.append(self)
@@ -148,6 +165,17 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
             if other.directory == self.directory:
                 self._warn("another one of this process has it, and is closed")
                 other._close(failing=True)
+
+    @property
+    def _hidden(self) -> int | None:
+        """The step of the newest snapshot where that was deleted: here, or by a manager of before
+        this process, and none has been taken since."""
+        if not self._looked_for_deleted and self._memory is not None:
+            newest = self._memory.newest()
+            if newest is not None and newest.is_first and self._storage.was_deleted(newest.id):
+                self._hidden_step = newest.step
+            self._looked_for_deleted = True
+        return self._hidden_step
 
     def _warn(self, text: str) -> None:
         """Once for each text."""
@@ -252,9 +280,9 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
             )
         self._check_kind(args)
         goes_back = self._went_back_to is not None
-        if self._went_back_to is not None:
+        if self._went_back_to is not None and step <= max(self._storage.steps(), default=step - 1):
             self._storage.leave_behind(self._went_back_to)
-            self._went_back_to = None
+        self._went_back_to = None
         to_storage = bool(force) or (not self._helpers and bool(self._orbax.should_save(step)))
         if to_storage and step in self._orbax.all_steps():
             return bool(self._orbax.save(step, force=force, **given))  # which says what is wrong
@@ -262,19 +290,40 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
         if not forced and memory.snapshotter.skip(step) is not None:
             return False
         held = hold(args)
-        receipt = memory.save(step, held, held.extras(metrics, custom_metadata), force=forced)
+        extras = held.extras(metrics, custom_metadata)
+        turn = memory.snapshotter.turn
+        try:
+            receipt = memory.save(step, held, extras, force=forced)
+        except ConfigError as error:
+            self._warn(f"what is saved is not kept in memory, and goes to storage: {error}")
+            self._is_beyond = True
+            given["custom_metadata"] = marked(custom_metadata, *memory.identity(None))
+            return bool(self._orbax.save(step, force=force, **given))
         if receipt.id is not None:
-            self._hidden = None
+            self._hidden_step, self._looked_for_deleted = None, True
         if to_storage:
             self._storage.save(step, *memory.identity(receipt), given)
         elif self._helpers:
             return receipt.id is not None
-        elif (ahead := max(self._storage.steps(), default=step - 1)) >= step:
+        elif (ahead := max(self._storage.steps(), default=step - 1)) < step:
+            if memory.snapshotter.turn != turn:
+                self._save_last(memory, step, receipt, given)
+                return True
+        else:
             self._warn(
                 f"storage has step {ahead}, and Orbax writes none up to it: what is saved is in "
                 "memory only. Restore an older step to go back to it, or use another directory"
             )
         return to_storage
+
+    def _save_last(
+        self, memory: Memory, step: int, receipt: Receipt, given: dict[str, Any]
+    ) -> None:
+        """A host was told to end, so this may be the last call: memory goes if all hosts were."""
+        _log.info("step %d goes to storage: a host was told to end", step)
+        with _ending_later():
+            self._storage.save(step, *memory.identity(receipt), given)
+            self._storage.finish()
 
     def _check_kind(self, args: Any) -> None:
         """A manager has one item without a name, or items with names, from its first save on. Orbax
@@ -358,6 +407,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
 
     def _from_memory(self, memory: Memory, newest: Newest, args: Any, on_storage: bool) -> Any:
         contents = memory.contents(newest)
+        if contents.is_copy and on_storage:
+            return self._from_storage(memory, newest.step, args)
         try:
             request = Request(contents, args)
         except Unsupported as why:
@@ -375,13 +426,17 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
         restored = self._orbax.restore(step, args=args)
         self._is_default = not is_composite(restored)
         plan = memory.plan
-        if not memory.begun and plan.storage is not None and plan.step == step:
-            self._adopt(memory, step, restored)
+        if not memory.begun and plan.step == step:
+            if plan.storage is not None:
+                self._adopt(memory, step, restored)
+            elif plan.chosen is not None:
+                memory.settle()
         return restored
 
     def _adopt(self, memory: Memory, step: int, restored: Any) -> None:
         """What training goes on from is the first snapshot."""
         items = dict(restored.items()) if is_composite(restored) else {DEFAULT: restored}
+        items = {name: _without_placeholders(item) for name, item in items.items()}
         kinds = {name: self._storage.kind(step, name) for name in items}
         held = Held(
             {name: items[name] for name, kind in kinds.items() if kind == "tree"},
@@ -390,7 +445,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
             kinds={},
         )
         if held.trees:
-            memory.adopt(held, held.extras(self._orbax.metrics(step)))
+            memory.adopt(held, held.extras(self._orbax.metrics(step), is_copy=True))
 
     # -------------------------------------------------------------------- what a step has
 
@@ -402,7 +457,20 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
         found = self._orbax.metadata(step)
         if step is not None and found.custom_metadata:
             found.custom_metadata.pop(KEY, None)
+        if step is not None and found.item_metadata is None:
+            return self._with_items(step, found)
         return found
+
+    def _with_items(self, step: int, found: Any) -> Any:
+        """Orbax knows of an item without a name what it is once it has saved or restored one: it is
+        told so here where memory gave it."""
+        newest = self._memory.newest() if self._memory is not None else None
+        if newest is None or self._memory is None or newest.step != step:
+            return found
+        contents = self._memory.contents(newest)
+        if contents.is_copy:
+            return found
+        return dataclasses.replace(found, item_metadata=step_metadata(contents).item_metadata)
 
     def item_metadata(self, step: int) -> Any:
         """What the items of a step have: shapes, dtypes, on storage also shardings."""
@@ -424,17 +492,23 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
         return self._memory.contents(newest)
 
     def delete(self, step: int) -> None:
-        """Deletes a step on storage. The newest snapshot cannot be deleted: it counts no more here,
-        and the next one takes its place.
+        """Deletes a step on storage. The newest snapshot cannot be deleted: it counts no more, here
+        and when the script is started again, and the next one takes its place.
 
         Raises:
             FileNotFoundError: there is no such step.
         """
-        in_memory = self._memory is not None and self._memory.step == step != self._hidden
-        if not in_memory or step in self._orbax.all_steps():
+        newest = None
+        if self._memory is not None:
+            self._memory.wait_for_first()
+            newest = self._memory.newest()
+        if newest is None or newest.step != step or step == self._hidden:
             self._orbax.delete(step)
-        if in_memory:
-            self._hidden = step
+            return
+        if step in self._orbax.all_steps():
+            self._orbax.delete(step)
+        self._storage.note_deleted(newest.id)
+        self._hidden_step = step
 
     # -------------------------------------------------------------------- the end
 
@@ -509,6 +583,28 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
         self._close(failing=kind is not None)
 
 
+@contextlib.contextmanager
+def _ending_later() -> Iterator[None]:
+    """A SIGTERM that comes meanwhile is heeded afterwards."""
+    before = signal.getsignal(signal.SIGTERM)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if came:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _without_placeholders(item: Any) -> Any:
+    """What was left out of a restored item has no leaf."""
+    return jax.tree.map(lambda leaf: None if leaf is ocp.PLACEHOLDER else leaf, item)
+
+
 def _configured_default(item_names: Any, item_handlers: Any) -> bool | None:
     """Whether what is saved has no name, where Orbax is told so."""
     if item_names is None and item_handlers is None:
@@ -516,12 +612,16 @@ def _configured_default(item_names: Any, item_handlers: Any) -> bool | None:
     return isinstance(item_handlers, ocp.CheckpointHandler)
 
 
-@atexit.register
 def _close_all() -> None:
     """A script may end without `close`, and what it saved is on storage all the same. It may have
-    failed, so its memory stays for the next one for a while."""
-    for manager in list(_open):
+    failed, so its memory stays for the next one for a while. (A fork of it has managers that are
+    not its own.)"""
+    for manager in [one for one in _open if one._pid == os.getpid()]:
         try:
             manager._leave()
-        except JaxftError as error:
-            _log.error("%s", error)
+        except Exception:  # noqa: BLE001 - others are to end as well
+            _log.exception("CheckpointManager(%s): at the script's end", manager.directory)
+
+
+# Before Python ends its pools of threads, without which Orbax writes nothing: `atexit` is later.
+getattr(threading, "_register_atexit", atexit.register)(_close_all)

@@ -105,6 +105,12 @@ class Memory:
             return None
         return Newest(plan.step, plan.chosen, is_first=True)
 
+    def wait_for_first(self) -> None:
+        """Until it is decided on what was restored, which is the first snapshot of this process."""
+        if self.begun and self.receipt is None:
+            client, timeout_s = self.snapshotter.client, self.snapshotter.timeout_s
+            client.wait(lambda: client.outcomes.get(0), timeout_s, "the first snapshot's outcome")
+
     def _committed(self) -> tuple[int, SnapshotId] | None:
         """The newest snapshot of this generation that is committed: its step and identity."""
         outcomes: dict[int, Outcome] = dict(self.snapshotter.client.outcomes)
@@ -197,6 +203,12 @@ class Memory:
         if restored is None or restored.id != newest.id:
             raise _other_step(newest, None if restored is None else restored.step)
         return _by_number(restored.state, contents)
+
+    def settle(self) -> None:
+        """Goes on from the snapshot of before this process, and gives nothing of it."""
+        newest = None if self.begun else self.newest()
+        if newest is not None:
+            self._restore_first(newest, self.contents(newest), {})
 
     def adopt(self, held: Held, extras: dict[str, Any]) -> None:
         """Goes on from a step that was read from storage; it is the first snapshot then."""

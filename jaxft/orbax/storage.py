@@ -4,6 +4,7 @@
       100/ ...                  a step, as Orbax's own manager writes it; in its custom metadata:
                                 "jaxft": {"id": [generation, seq, nonce], "base": [...] or null}
       jaxft-job                 the name of the job of a script that nobody launched
+      jaxft-deleted             the identity of a snapshot in memory that the script has deleted
       jaxft-left-120-1f00/      step 120 of a future that the script has left
 
 The rules:
@@ -21,6 +22,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import re
 import secrets
 from pathlib import Path
@@ -37,7 +39,7 @@ from jaxft.group.messages import Lineage, StorageEntry
 _log = logging.getLogger(__name__)
 
 KEY = "jaxft"
-JOB = "jaxft-job"
+JOB, DELETED = "jaxft-job", "jaxft-deleted"
 _LEFT = "jaxft-left-"
 _METADATA = "_CHECKPOINT_METADATA"
 _STEM_MAX = 32
@@ -107,17 +109,10 @@ class Storage(OrbaxFallback):
         return offered
 
     def _entry(self, step: int) -> StorageEntry:
-        path = self.path(step)
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            told = json.loads((path / _METADATA).read_text())["custom_metadata"][KEY]
-            base = None if told["base"] is None else SnapshotId(*told["base"])
-            identity = SnapshotId(*told["id"])
-            lineage = () if base is None else (Lineage(identity.generation, base),)
-            return StorageEntry(step, identity, lineage)
-        if (path / RECORD).exists():
-            with contextlib.suppress(RestoreError):
-                return read_record(Path(path)).entry
-        return StorageEntry(step)
+        try:
+            return entry_at(step, self.path(step))
+        except ValueError:  # it was deleted meanwhile
+            return StorageEntry(step)
 
     # -------------------------------------------------------------------- steps
 
@@ -156,6 +151,18 @@ class Storage(OrbaxFallback):
         if (path / "_METADATA").exists():
             return "tree"
         return "text" if (path / "metadata").exists() else ""
+
+    # -------------------------------------------------------------------- what was deleted
+
+    def note_deleted(self, identity: SnapshotId) -> None:
+        """The snapshot with this identity, which memory keeps, is not to be restored again."""
+        if self._is_first():
+            (self.root / DELETED).write_text(json.dumps(_fields(identity)))
+
+    def was_deleted(self, identity: SnapshotId) -> bool:
+        with contextlib.suppress(OSError, ValueError):
+            return bool(json.loads((self.root / DELETED).read_text()) == list(_fields(identity)))
+        return False
 
     # -------------------------------------------------------------------- what was left
 
@@ -222,6 +229,20 @@ def _for_helpers(directory: Any, options: Any) -> dict[str, Any]:
     return {name: getattr(fallback, name) for name in ("directory", "every", "keep")}
 
 
+def entry_at(step: int, path: Any) -> StorageEntry:
+    """The step at this path, with the identity of its snapshot if it has one."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        told = json.loads((path / _METADATA).read_text())["custom_metadata"][KEY]
+        base = None if told["base"] is None else SnapshotId(*told["base"])
+        identity = SnapshotId(*told["id"])
+        lineage = () if base is None else (Lineage(identity.generation, base),)
+        return StorageEntry(step, identity, lineage)
+    if (path / RECORD).exists():
+        with contextlib.suppress(RestoreError):
+            return read_record(Path(path)).entry
+    return StorageEntry(step)
+
+
 def marked(custom_metadata: Any, identity: SnapshotId, base: SnapshotId | None) -> dict[str, Any]:
     """A step's custom metadata, with the identity of its snapshot."""
     told = {"id": list(_fields(identity)), "base": None if base is None else list(_fields(base))}
@@ -232,15 +253,42 @@ def _fields(identity: SnapshotId) -> tuple[int, int, str]:
     return identity.generation, identity.seq, identity.nonce
 
 
-def job_of(root: Any) -> str:
+def job_of(root: Any) -> str | None:
     """The job of a script that nobody launched goes by its directory: another directory, or the
-    same one deleted and made anew, is another job."""
+    same one deleted and made anew, is another job.
+
+    Returns:
+        None where the directory cannot be written to.
+    """
     path = root / JOB
+    written = root / f"{JOB}.{secrets.token_hex(4)}"
+    if not (job := _told(path)):
+        stem = re.sub(r"[^A-Za-z0-9._-]", "-", root.name).lstrip("._-")[:_STEM_MAX] or "run"
+        job = f"{stem}-{secrets.token_hex(4)}"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            written.write_text(f"{job}\n")
+            job = _name(written, path) or job
+        except OSError as error:
+            _log.warning("%s: %s", path, error)
+            job = ""
+        with contextlib.suppress(OSError):
+            written.unlink(missing_ok=True)
+    return job or None
+
+
+def _name(written: Any, path: Any) -> str:
+    """Gives a file its name; if another script that begins at this moment was first, what that one
+    has written. A file without a word is what a full disk has left."""
+    with contextlib.suppress(OSError, ValueError):
+        os.link(written, path)
+        return ""
+    if not (other := _told(path)):  # or there are no links in this file system
+        written.replace(path)
+    return other
+
+
+def _told(path: Any) -> str:
     with contextlib.suppress(OSError):
-        if path.exists():
-            return str(path.read_text()).strip()
-    stem = re.sub(r"[^A-Za-z0-9._-]", "-", root.name).lstrip("._-")[:_STEM_MAX] or "run"
-    job = f"{stem}-{secrets.token_hex(4)}"
-    root.mkdir(parents=True, exist_ok=True)
-    path.write_text(f"{job}\n")
-    return job
+        return str(path.read_text()).strip()
+    return ""

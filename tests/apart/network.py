@@ -78,6 +78,12 @@ class Network:
         space = self._namespace(name)
         self._ip("-n", space, "address", "add", f"{address}/64", "dev", "net", "nodad")
 
+    def give_down(self, name: str, interface: str, address: str) -> None:
+        """One more interface of this host, with an IPv4 address, that is down."""
+        space = self._namespace(name)
+        self._ip("-n", space, "link", "add", interface, "type", "bridge")
+        self._ip("-n", space, "address", "add", f"{address}/24", "dev", interface)
+
     def cut(self, name: str) -> None:
         """From now on nothing that is sent to or from this host arrives."""
         self._in_switch("link", "set", f"to-{name}", "down")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ from typing import Any
 import msgspec
 import pytest
 
+import jaxft.launch.addresses
+from jaxft.errors import ConfigError
 from jaxft.group.placement import form_groups
 from jaxft.group.records import HostRecord, View
 from jaxft.group.world import Code, Generation
-from jaxft.launch.addresses import misfit
+from jaxft.launch.addresses import misfit, own_address
 from tests.apart.network import Network
 from tests.apart.world import ROOT
 
@@ -38,6 +41,7 @@ STORE = "10.77.0.2"
 def network() -> Iterator[Network]:
     with Network("a", "store") as made:
         made.give("a", "fd77::1")
+        made.give_down("a", "spare", "10.78.0.1")
         yield made
 
 
@@ -72,7 +76,9 @@ def test_what_is_no_address_of_this_host_that_others_reach_is_refused(network: N
         "is a loopback address, where nobody else": {"address": "127.0.0.1"},
         "--address a: 127.0.1.1 is a loopback address": {"address": "a"},
         "--interface lo: 127.0.0.1 is a loopback address": {"interface": "lo"},
-        "there is none; there are lo, net": {"interface": "eth7"},
+        "there is none; there are lo, ": {"interface": "eth7"},
+        "--interface spare: it is down": {"interface": "spare"},
+        f"--address {'a' * 70}: ": {"address": "a" * 70},
         "does not lead to one host": {"address": "0.0.0.0"},  # noqa: S104
         "--address nobody: ": {"address": "nobody"},
         "use one of them": {"address": "10.77.0.1", "interface": "net"},
@@ -81,8 +87,40 @@ def test_what_is_no_address_of_this_host_that_others_reach_is_refused(network: N
     for answer, reason in zip(answers, reasons, strict=True):
         assert answer.startswith("ConfigError: ")
         assert reason in answer
-    (unreached,) = asked(network, ("192.0.2.1", {}))
+    unreached, unnamed = asked(network, ("192.0.2.1", {}), ("a" * 70, {}))
     assert unreached.startswith("LaunchError: no way to the store from here (192.0.2.1: ")
+    assert unnamed.startswith("LaunchError: no way to the store from here (aaa")
+
+
+def named(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """From now on the name "many" has these IPv4 addresses."""
+    real = socket.getaddrinfo
+    places = [(socket.AF_INET, 0, 0, "", (address, 7)) for address in addresses]
+    monkeypatch.setattr(
+        socket,
+        "getaddrinfo",
+        lambda name, *rest, **more: places if name == "many" else real(name, *rest, **more),
+    )
+
+
+def test_of_a_name_with_several_addresses_one_that_serves_is_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named(monkeypatch, "255.255.255.255", "127.0.0.1")  # there is no way to the first one
+    assert own_address([("many", 2379)]) == ""
+    named(monkeypatch, "203.0.113.1", "127.0.0.1")  # the first one is not this machine's
+    assert own_address([("127.0.0.1", 2379)], address="many") == "127.0.0.1"
+    named(monkeypatch, "203.0.113.1", "203.0.113.2")
+    with pytest.raises(ConfigError, match=r"203\.0\.113\.1 is not an address of this machine"):
+        own_address([("127.0.0.1", 2379)], address="many")
+
+
+def test_an_address_that_others_take_for_one_of_their_own_network_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jaxft.launch.addresses, "_toward", lambda endpoints: "fe80::1%net")
+    with pytest.raises(ConfigError, match=r"from fe80::1%net, which .* --address, or --interface"):
+        own_address([("fe80::2%net", 2379)])
 
 
 def record(host: str, address: str, trust: str = "") -> HostRecord:

@@ -20,5 +20,10 @@ def test_what_is_read_is_pinned_until_its_reader_goes_or_has_had_its_time() -> N
     assert keeper.pinned == {ONE}
     keeper.handle(e.HoldWanted(7, TWO), 3.0)  # it reads another one
     assert keeper.pinned == {TWO}
-    keeper.handle(e.Ticked(), 3.0 + HOLD_S)
+    keeper.handle(e.HoldWanted(7, TWO), 10.0)  # and says so again
+    keeper.handle(e.HoldWanted(9, ONE), 3.0 + HOLD_S)
+    assert keeper.pinned == {ONE, TWO}
+    keeper.handle(e.Ticked(), 10.0 + HOLD_S)
+    assert keeper.pinned == {ONE}
+    keeper.handle(e.Ticked(), 3.0 + 2 * HOLD_S)
     assert keeper.pinned == set()

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,11 +19,14 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from zmq.utils import z85
 
+import jaxft.host.stream_server
+import jaxft.host.wire_zmq
 from jaxft.errors import ConfigError, PeerUnreachable, ReadCancelled
 from jaxft.host.job_key import JobKey
 from jaxft.host.trust import MessageSeal, Trust, check_address
 from jaxft.host.wire import BulkServer, Endpoint, ReadRequest, Refused
 from jaxft.host.wire_zmq import ZmqNetwork
+from tests.host.children import ROOT
 
 KEY, OTHER = JobKey(bytes(range(32))), JobKey(bytes(32))
 SECRET = b"the bytes of a snapshot " * 100
@@ -202,6 +209,37 @@ def test_a_message_for_one_host_is_none_for_another(hosts: Callable[[Trust | Non
     assert heard == [b"for one"]
 
 
+@pytest.mark.parametrize(
+    ("limit", "value", "taken"), [("_RECEIVE_QUEUE", 4, 4), ("_RECEIVE_BYTES", 2500, 3)]
+)
+def test_messages_without_a_proof_do_not_hold_up_who_receives(
+    hosts: Callable[[Trust | None], Host],
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    value: int,
+    taken: int,
+) -> None:
+    """Who sends them sends more of them while they are looked at."""
+    monkeypatch.setattr(jaxft.host.wire_zmq, limit, value)
+    one = hosts(Trust(KEY, clear=True))
+    looked_at = 0
+    with zmq.Context() as context, context.socket(zmq.PUSH) as raw:
+        raw.setsockopt(zmq.LINGER, 0)
+        raw.connect(one.endpoint.address)
+
+        def open_slowly(seal: MessageSeal, address: str, sealed: bytes) -> None:
+            nonlocal looked_at
+            looked_at += 1
+            if looked_at < 20:
+                raw.send(bytes(1000))
+                assert one.endpoint._inbox.poll(1000 * WAIT_S)  # type: ignore[attr-defined]
+
+        monkeypatch.setattr(MessageSeal, "open", open_slowly)
+        raw.send(bytes(1000))
+        assert one.endpoint.receive(WAIT_S) == []
+    assert looked_at == taken
+
+
 @pytest.mark.parametrize("trust", [Trust(KEY), Trust(KEY, clear=True)], ids=["encrypted", "proven"])
 def test_whoever_says_nothing_or_nonsense_holds_up_nobody(
     hosts: Callable[[Trust | None], Host], trust: Trust
@@ -215,6 +253,64 @@ def test_whoever_says_nothing_or_nonsense_holds_up_nobody(
             while noisy.recv(1000):  # an alert at most, and the end
                 pass
         assert two.read(one) == SECRET
+
+
+@pytest.mark.parametrize("trust", [Trust(KEY), Trust(KEY, clear=True)], ids=["encrypted", "proven"])
+def test_those_who_say_nothing_keep_nobody_out(
+    hosts: Callable[[Trust | None], Host], trust: Trust, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by their number nor for long; and a person is told once."""
+    monkeypatch.setattr(jaxft.host.stream_server, "_CONNECTIONS_MAX", 6)
+    monkeypatch.setattr(jaxft.host.stream_server, "_PROVING_MAX", 3)
+    monkeypatch.setattr(jaxft.host.wire_zmq, "_PROOF_MS", 200)
+    told: list[str] = []
+    monkeypatch.setattr(
+        jaxft.host.stream_server._log, "warning", lambda text, *rest: told.append(text % rest)
+    )
+    one, two = hosts(trust), hosts(trust)
+    with contextlib.ExitStack() as stack:
+        places = [address.rpartition(":")[2] for address in (one.server.address,) * 10]
+        places.append(one.endpoint.address.rpartition(":")[2])
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", int(port)), WAIT_S))
+            for port in places
+        ]
+        assert two.read(one) == SECRET
+        for connection in (silent[0], silent[-1]):
+            connection.settimeout(WAIT_S)
+            with contextlib.suppress(ConnectionError):
+                while connection.recv(1000):  # ZeroMQ's greeting
+                    pass
+    assert len(told) == 1
+    assert "127.0.0.1 port" in told[0]
+    assert "did not prove this job's key" in told[0]
+
+
+def test_a_snapshot_process_has_room_for_many_who_say_nothing() -> None:
+    """An agent is started by shells and service managers with a limit of 1024 descriptors."""
+    code = (
+        "import resource as r; from jaxft.host.descriptors import allow_all; "
+        "most = r.getrlimit(r.RLIMIT_NOFILE)[1]; r.setrlimit(r.RLIMIT_NOFILE, (64, most)); "
+        "allow_all(); assert r.getrlimit(r.RLIMIT_NOFILE) == (most, most)"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=WAIT_S)
+
+
+def test_a_server_goes_on_when_there_are_threads_again(
+    hosts: Callable[[Trust | None], Host], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = hosts(Trust(KEY)), hosts(Trust(KEY))
+    start, failed = threading.Thread.start, threading.Event()
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "jaxft-bulk-peer" and not failed.is_set():
+            failed.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    assert two.read(one) == SECRET
+    assert failed.is_set()
 
 
 @pytest.mark.parametrize("trust", [Trust(KEY), Trust(KEY, clear=True)], ids=["encrypted", "proven"])
@@ -237,10 +333,9 @@ def test_a_server_that_never_proves_itself_is_named_and_cancels_in_time(
 
 
 def test_why_another_key_is_refused_is_said(hosts: Callable[[Trust | None], Host]) -> None:
-    with pytest.raises(PeerUnreachable, match=r"cut off \(.*certificate"):
-        hosts(Trust(OTHER)).read(hosts(Trust(KEY)), peer_s=0.3)
-    with pytest.raises(PeerUnreachable, match="does not have the job's key"):
-        hosts(Trust(OTHER, clear=True)).read(hosts(Trust(KEY, clear=True)), peer_s=0.3)
+    for one, other in ((Trust(KEY), Trust(OTHER)), (Trust(KEY, True), Trust(OTHER, True))):
+        with pytest.raises(PeerUnreachable, match=r"cut off \(.*does not take this job key\)"):
+            hosts(other).read(hosts(one), peer_s=0.3)
 
 
 # ------------------------------------------------------------------------------ addresses
@@ -308,15 +403,41 @@ def test_what_is_no_key_is_refused_and_not_shown(text: str) -> None:
     assert not text or text not in str(caught.value)
 
 
-@pytest.mark.parametrize(("mode", "fits"), [(0o600, True), (0o400, True), (0o640, False)])
-def test_a_file_that_others_can_read_has_no_secret(tmp_path: Path, mode: int, fits: bool) -> None:
+@pytest.mark.parametrize(
+    ("user", "owner", "mode", "fits"),
+    [
+        (7, 7, 0o600, True),
+        (7, 7, 0o400, True),
+        (7, 7, 0o640, False),
+        (7, 0, 0o600, True),
+        (7, 0, 0o440, True),  # a Secret of Kubernetes in a pod with an fsGroup
+        (7, 0, 0o640, True),
+        (7, 0, 0o460, False),
+        (7, 0, 0o444, False),
+        (0, 0, 0o600, True),
+        (0, 0, 0o440, False),
+        (0, 7, 0o600, False),
+        (7, 8, 0o600, False),
+    ],
+)
+def test_a_file_that_others_can_read_has_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, user: int, owner: int, mode: int, fits: bool
+) -> None:
     path = tmp_path / "key"
-    path.write_text(KEY.text)
-    path.chmod(mode)
+    path.write_text(KEY.text + "\r\n")
+    real = path.stat()
+    found = os.stat_result((stat.S_IFREG | mode, *real[1:4], owner, *real[5:]))
+    monkeypatch.setattr(os, "fstat", lambda fd: found)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
     if fits:
         assert JobKey.read(path, "--job-key-file").text == KEY.text
     else:
-        with pytest.raises(ConfigError, match=r"--job-key-file .*key: .*mode 640.*chmod 600"):
+        why = rf"--job-key-file .*key: .*user {owner} .*mode {mode:o}.*user {user}.*chmod 600"
+        with pytest.raises(ConfigError, match=why):
             JobKey.read(path, "--job-key-file")
-    with pytest.raises(ConfigError, match="No such file"):
-        JobKey.read(tmp_path / "none", "--job-key-file")
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for path, why in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(ConfigError, match=f"--job-key-file {path}: {why}"):
+            JobKey.read(path, "--job-key-file")

@@ -27,7 +27,12 @@ from jaxft.group.world import Member, encode
 from jaxft.host.local import LocalListener
 from jaxft.launch.agent import clear_ended_run
 from jaxft.launch.probe import answering
-from jaxft.launch.registration import Registration, StoreWatcher
+from jaxft.launch.registration import (
+    Registration,
+    StoreWatcher,
+    machine_id,
+    wait_for_name,
+)
 from jaxft.launch.store import Store
 from jaxft.launch.stores import open_store
 
@@ -259,3 +264,58 @@ def test_a_probe_tells_a_listening_smp_from_a_dead_one(tmp_path: Path) -> None:
     closed = Member("closed", "", "", "tcp://127.0.0.1:1,tcp://127.0.0.1:2")
     assert answering([there, gone, closed]) == {"there": True, "gone": False, "closed": False}
     listener.close()
+
+
+def test_a_fault_in_the_thread_that_keeps_the_lease_does_not_end_it(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    looks: list[str] = []
+
+    def look() -> bool:
+        looks.append("looked")
+        if len(looks) == 1:
+            raise ValueError("odd")
+        return False
+
+    registration = Registration(store, 0.3)
+    watcher = StoreWatcher(store, registration, look=look, look_s=60.0, wake=lambda: None)
+    registration.put(RECORD)
+    until(lambda: len(looks) > 3)  # once for each renewal
+    assert "ValueError: odd" in caplog.text
+    assert watcher.error is None
+    assert watcher.view() is not None
+    watcher.close()
+
+
+def test_a_name_that_an_agent_on_another_machine_has_is_waited_for_and_not_taken(
+    store: Store,
+) -> None:
+    said: list[str] = []
+    checks: list[None] = []
+
+    def wait(machine: str, patience_s: float) -> None:
+        wait_for_name(store, "a", machine, patience_s, said.append, lambda: checks.append(None))
+
+    wait("m2", 0.0)  # nobody has it
+    lease = store.lease(KEY, encode(RECORD), 60.0)
+    wait("m2", 0.0)  # nobody says which machine has it
+    lease.update(encode(msgspec.structs.replace(RECORD, machine="m1")))
+    wait("", 0.0)
+    wait("m1", 0.0)  # its agent was killed here, and is started again
+    assert not said
+    with pytest.raises(JobInUse, match=r"host a of this job lives on another machine .*--host"):
+        wait("m2", 0.3)
+    assert said == ["host a is registered from another machine: waits 0.3 s for it to go"]
+    lease.release()
+    lost = encode(msgspec.structs.replace(RECORD, machine="m1"))
+    store.lease(KEY, lost, 0.3)  # and is never renewed
+    checks.clear()
+    began_s = time.monotonic()
+    wait("m2", 10.0)
+    assert 0.2 < time.monotonic() - began_s < 5.0
+    assert checks
+    assert registered(store) is None
+
+
+def test_this_machine_is_told_from_others() -> None:
+    assert len(machine_id()) == 36

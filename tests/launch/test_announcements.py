@@ -29,7 +29,13 @@ def test_announcements_are_plain_words(kind: str, facts: Facts, words: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("count", "words"), [(1, "code 1+0"), (2, "code 1+1"), (8, "code 3+1"), (7, "groups 3+1, 2+1")]
+    ("count", "words"),
+    [
+        (1, "code 1+0, so memory protects from the loss of processes only, not of the host"),
+        (2, "code 1+1"),
+        (8, "code 3+1"),
+        (7, "groups 3+1, 2+1"),
+    ],
 )
 def test_the_code_in_force_is_named(count: int, words: str) -> None:
     code = Code(data=3, parity=1)

@@ -83,3 +83,11 @@ def test_what_is_for_several_machines_is_refused_on_one(
     assert ended.exit_code == 2
     assert f"{said[0]} is for hosts on several machines" in ended.output
     assert "--store etcds://" in ended.output
+
+
+def test_an_option_of_the_training_command_is_told_from_ours() -> None:
+    for arguments in (["run", "python", "-c", "print(1)"], ["run", "--no-such", "--", "true"]):
+        ran = CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
+        assert ran.exit_code == 2
+        assert f"No such option: {next(a for a in arguments if a.startswith('-'))}" in ran.output
+        assert ("the training command comes after --" in ran.output) == ("--" not in arguments)

@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from jaxft import salvage
 from jaxft.checkpoint import read_record
-from jaxft.errors import ConfigError
+from jaxft.config import StoreAccess
+from jaxft.errors import ConfigError, NothingRecoverable
+from jaxft.group.messages import Plan
+from jaxft.group.records import HOST, JOB_KEY, HostRecord
+from jaxft.group.recovery import Holder
+from jaxft.group.world import encode
+from jaxft.host.accountant import read_account
+from jaxft.host.job_key import JobKey
+from jaxft.host.local import LocalListener
+from jaxft.host.recall import bulk_address
+from jaxft.host.trust import Trust
+from jaxft.launch.stores import open_store
 from tests.launch.test_export import plain
-from tests.launch.training import train
+from tests.launch.training import Training, train
 
 
 def newest(world: object) -> int:
     return max(int(event["step"]) for event in world.events("committed"))  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def slow_reads(training: Training, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """A newer snapshot is there before one is read, whose slot would be given away then."""
+    real, read = salvage._Export._copy, []
+
+    def copy(self: salvage._Export, plan: Plan, holders: Sequence[Holder]) -> object:
+        read.append(plan.step)
+        training.until("latest", plan.step + 5)
+        for one in self.found:
+            account = read_account(self.network.reader(), bulk_address(one.address), 5.0)
+            assert plan.chosen in account.pinned
+        return real(self, plan, holders)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(salvage._Export, "_copy", copy)
+        yield read
 
 
 def test_memory_is_exported_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,8 +79,16 @@ def test_memory_is_exported_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(ConfigError, match="no job runs here; for hosts on other machines"):
             salvage.export("j", tmp_path / "a")
         store = f"sqlite://{world.run_dir}/j/store.db"
-        step = salvage.export("j", tmp_path / "d", store=store)
+        with slow_reads(training, monkeypatch) as read:
+            step = salvage.export("j", tmp_path / "d", store=store)
         assert plain(tmp_path / "d") == [(step, step)]
+        assert read == [step]  # at the first try
+        training.until("latest", step + 15)  # after that no slot is kept
+        with monkeypatch.context() as patched:
+            patched.setattr(salvage, "kept", lambda *_: contextlib.nullcontext(["b"]))
+            why = r"given up after 5 tries: snapshot 1\..* was replaced .* lengthen their interval"
+            with pytest.raises(NothingRecoverable, match=why):
+                salvage.export("j", tmp_path / "e", store=store)
         monkeypatch.setenv("JAXFT_RUN_DIR", str(world.run_dir))
 
         ranks = {world.pid(host, "rank") for host in ("host0", "host1")}
@@ -76,3 +115,57 @@ def test_memory_is_exported_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert salvage.export("j", tmp_path / "c") == last
         assert plain(tmp_path / "c") == [(last, last)]
         assert read_record(tmp_path / "c" / str(last)).job == "j"
+
+
+def test_a_snapshot_process_that_does_not_answer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAXFT_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(salvage, "ASK_S", 0.05)
+    place = tmp_path / "j" / "h0"
+    for path in (place.parent, place):
+        path.mkdir(mode=0o700)
+    listener = LocalListener(place / "smp.sock")
+    try:
+        with pytest.raises(ConfigError, match=r"these do not answer: .*/j/h0: the snapshot"):
+            salvage.export("j", tmp_path / "a")
+    finally:
+        listener.close()
+
+
+KEY, OTHER = JobKey(bytes(32)), JobKey(bytes(range(32)))
+
+
+def test_hosts_on_other_machines_want_the_jobs_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which is asked for, or refused, in plain words, before anybody is waited for."""
+    for name in ("JAXFT_JOB_KEY", "JAXFT_JOB_KEY_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    far = "tcp://127.0.0.1:1,tcp://127.0.0.1:2"
+    found = [salvage.Found("kk2", "n1", far)]
+    with pytest.raises(ConfigError, match=r"no store of that job is on this machine.*--store"):
+        salvage._trust("kk2", found, salvage._Stored(), "", False)
+
+    monkeypatch.setenv("JAXFT_RUN_DIR", str(tmp_path / "run"))
+    store = open_store(str(tmp_path / "store.db"), job="kk2")
+    record = HostRecord(
+        host="n1", agent="1", arena="m", address=far, coordinator="", trust=Trust(KEY).name
+    )
+    store.commit({}, {f"{HOST}n1": encode(record), JOB_KEY: OTHER.text.encode()})
+    store.close()
+    key_file = tmp_path / "key"
+    key_file.write_text(KEY.text)
+    key_file.chmod(0o600)
+
+    def export(key: str = "", clear: bool = False) -> None:
+        url = str(tmp_path / "store.db")
+        salvage.main("kk2", str(tmp_path / "a"), None, url, StoreAccess(), key, clear)
+
+    with pytest.raises(ConfigError, match=r"the store's is .* do not take this job key"):
+        export()
+    with pytest.raises(ConfigError, match="leave --trust-network away"):
+        export(str(key_file), clear=True)
+    monkeypatch.setattr(salvage, "ASK_S", 0.1)
+    with pytest.raises(NothingRecoverable, match=r"no host of job kk2 answers: n1: "):
+        export(str(key_file))  # the right one, and nobody is there

@@ -393,7 +393,7 @@ def test_a_lease_is_renewed_from_a_second_thread_while_the_first_waits(site: Sit
         ("etcd://", "not host:port"),
         ("etcd://a:2379,", "not host:port"),
         ("etcd://a:port", "not host:port"),
-        ("etcd://me:secret@a:2379", "not host:port"),
+        ("etcd://me:secret@a:2379", "JAXFT_STORE_USER"),
         ("etcd://a:2379/path", "not host:port"),
     ],
 )

@@ -15,7 +15,7 @@ import requests
 import jaxft.launch.etcd
 from jaxft.errors import StoreError
 from jaxft.launch.store import Store
-from jaxft.launch.stores import open_store
+from jaxft.launch.stores import jobs_of, open_store, read_entries
 from tests.launch.store_site import WAIT_S, Site, takes_at_most, values
 
 
@@ -123,3 +123,12 @@ def test_compaction_is_a_reason_to_look(opened: Callable[..., Store], etcd_url: 
         base = etcd_url.replace("etcd", "http")
         session.post(f"{base}/v3/kv/compaction", json={"revision": revision}, timeout=5)
     assert store.changed(WAIT_S)
+
+
+def test_who_only_looks_sees_all_jobs_and_their_keys(etcd_url: str) -> None:
+    job = f"a b/{uuid.uuid4().hex}"
+    store = open_store(etcd_url, job=job)
+    store.commit({}, {"x": b"1"})
+    assert job in jobs_of(etcd_url)
+    assert read_entries(etcd_url, job) == store.read()
+    store.close()

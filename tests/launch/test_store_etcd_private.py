@@ -20,7 +20,7 @@ from tests.launch.certificates import Authority
 from tests.launch.conftest import answers, free_ports, start_etcd
 from tests.launch.store_site import WAIT_S, values
 
-USER, PASSWORD = "trainer", "not in clear"
+USER, GUEST, PASSWORD = "trainer", "guest", "not in clear"
 
 
 class Private:
@@ -69,6 +69,7 @@ class Private:
                 ("role/add", {"name": "jobs"}),
                 ("role/grant", {"name": "jobs", "perm": everything}),
                 ("user/add", {"name": USER, "password": PASSWORD}),
+                ("user/add", {"name": GUEST, "password": PASSWORD}),
                 ("user/grant", {"user": USER, "role": "jobs"}),
                 ("enable", {}),
             ]:
@@ -122,9 +123,10 @@ def test_a_token_that_is_not_valid_any_more_is_replaced(private: Private) -> Non
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"user": "", "password": ""}, "refused: .*user name is empty"),
-        ({"password": "a guess"}, "refused: .*invalid user ID or password"),
-        ({"ca": ""}, "certificate verify failed"),
+        ({"user": "", "password": ""}, "refused: .*user name is empty: .*JAXFT_STORE_USER"),
+        ({"password": "a guess"}, "refused: .*user ID or password: .*STORE_PASSWORD"),
+        ({"user": GUEST}, "refused: .*permission denied: .*/jaxft/JOB/"),
+        ({"ca": ""}, "certificate verify failed: .*--store-ca"),
         ({"cert": "", "key": ""}, "no etcd endpoint answered"),
     ],
 )

@@ -1,7 +1,9 @@
 """A script whose every step is a collective of all ranks: `python trainer.py BASE EVERY [PERSIST]`.
 
 It goes on until the step that the file BASE/last names, and writes what it does, one JSON object a
-line, to BASE/rank-RANK. With PERSIST, snapshots so many steps apart go to BASE/checkpoints.
+line, to BASE/rank-RANK. With PERSIST, snapshots so many steps apart go to BASE/checkpoints. While
+there is a file BASE/evaluate-RANK it is in a phase that it has announced, and the file
+BASE/hang-RANK makes it hang in its next step.
 """
 
 from __future__ import annotations
@@ -24,6 +26,22 @@ import jaxft
 STEP_S = 0.02
 
 
+def evaluate(base: Path, rank: str) -> None:
+    order = base / f"evaluate-{rank}"
+    if order.exists():
+        with jaxft.long_phase("evaluation"):
+            while order.exists():
+                time.sleep(STEP_S)
+
+
+def load(base: Path, rank: str) -> None:
+    """The next batch, which may never come."""
+    order = base / f"hang-{rank}"
+    if order.exists():
+        order.unlink()
+        time.sleep(600)
+
+
 def main() -> None:
     base, every = Path(sys.argv[1]), int(sys.argv[2])
     rank = os.environ["JAXFT_RANK"]
@@ -40,7 +58,7 @@ def main() -> None:
     sharding = NamedSharding(jaxft.make_mesh({"data": -1}), P("data"))
     zeros = np.zeros(4000, np.float32)
     state = {"w": jax.make_array_from_callback(zeros.shape, sharding, lambda at: zeros[at])}
-    train = jax.jit(lambda state: {"w": jnp.mean(state["w"]) + 1 + 0 * state["w"]})
+    train = jax.jit(lambda state: {"w": jnp.max(state["w"]) + 1 + 0 * state["w"]})
     step = 0
     fallback = None
     if sys.argv[3:]:
@@ -53,10 +71,13 @@ def main() -> None:
         print("rank", rank, "of generation", os.environ["JAXFT_GENERATION"], flush=True)
         while step < last():
             time.sleep(STEP_S)
+            load(base, rank)
+            evaluate(base, rank)
             step += 1
             state = train(state)
             receipt = snapshotter.save(step, state)
-            say(step=step, latest=snapshotter.latest, begun=receipt.id is not None)
+            w = float(state["w"].addressable_data(0)[0]) if step >= last() else None
+            say(step=step, w=w, latest=snapshotter.latest, begun=receipt.id is not None)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
+import orbax.checkpoint as plain
 import pytest
 
+from jaxft.orbax.storage import JOB
 from tests.launch.local_runs import run
 from tests.multiprocess.working import working
 
@@ -82,12 +86,13 @@ def test_a_script_with_one_changed_line_goes_on_from_memory(
     ours.write_text(changed())
     expected = end_of(train(SCRIPT, tmp_path / "plain", environ))
     assert expected.startswith("loss ")
-    # Killed: the step on storage is the first one; memory has had every tenth.
+    # Killed: the step on storage is the first one; memory has had every tenth, as long as the
+    # budget is not measured: four snapshots long.
     printed = train(ours, tmp_path / "run", environ, until="step 60")
     assert start_of(printed) == (0, "[]"), printed
     printed = train(ours, tmp_path / "run", environ)
     step, stored = start_of(printed)
-    assert step >= 41, printed
+    assert step >= 31, printed
     assert stored in ("[1]", "[]")  # Orbax may still have been writing it
     assert end_of(printed) == expected
     # The unchanged script finds what it would have written itself.
@@ -191,3 +196,136 @@ def test_ranks_of_a_job_go_on_from_memory(tmp_path: Path) -> None:
         assert "from 9" in printed, job.text()
         assert f"steps [5, 10, 12] {{'step': 12}} sum {sum(expected)}" in printed, job.text()
         assert "stored [10, 12]" in printed, job.text()
+
+
+TOLD_TO_END = """
+import sys, time
+import jax, jaxft
+import jax.numpy as jnp
+import jaxft.orbax as ocp
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+jaxft.initialize()
+rows = NamedSharding(jaxft.make_mesh({"data": -1}), P("data"))
+options = ocp.CheckpointManagerOptions(save_interval_steps=10**6)
+manager = ocp.CheckpointManager(sys.argv[1], options=options, every=10**6)
+step = manager.latest_step() or 0
+print("from", step, flush=True)
+while True:
+    state = {"w": jax.device_put(jnp.full(8, step), rows)}
+    manager.save(step, args=ocp.args.Composite(
+        state=ocp.args.StandardSave(state), note=ocp.args.JsonSave({"step": step})))
+    if step == 20:
+        print("step 20", flush=True)
+    step += 1
+    time.sleep(0.01)
+"""
+
+
+def test_a_job_that_is_told_to_end_has_its_last_step_on_storage(tmp_path: Path) -> None:
+    command = (sys.executable, "-c", TOLD_TO_END, str(tmp_path / "run"))
+    options = ("--local-hosts", "2", "--code", "1+1", "--term-grace-s", "20")
+    with run(*options, command=command, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="1") as job:
+        job.until(lambda: "step 20" in job.printed(), "step 20")
+        job.process.terminate()
+        assert job.ended(WAIT_S) == 128 + signal.SIGTERM, job.text()
+    with plain.CheckpointManager(tmp_path / "run") as unchanged:
+        first, last = unchanged.all_steps()
+        assert first == 0
+        assert last >= 20
+        note = unchanged.restore(last, args=plain.args.Composite(note=plain.args.JsonRestore()))
+        assert note.note == {"step": last}
+
+
+NAMED = """
+import sys
+import jax.numpy as jnp
+import jaxft.orbax as ocp
+
+options = ocp.CheckpointManagerOptions(save_interval_steps=5)
+manager = ocp.CheckpointManager(sys.argv[1], options=options, every=1)
+for step in range(8):
+    manager.save(step, args=ocp.args.Composite(
+        state=ocp.args.StandardSave({"w": jnp.full(4, step)}), note=ocp.args.JsonSave([step])))
+    manager.wait_until_finished()
+print("saved", flush=True)
+input()
+"""
+
+
+def export(job: str, directory: Path, environ: dict[str, str]) -> tuple[int, str]:
+    command = [sys.executable, "-m", "jaxft", "export", "--job", job, str(directory)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=WAIT_S)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_a_managers_snapshot_is_exported_as_the_manager_would_write_it(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", NAMED, str(tmp_path / "run")]
+    with subprocess.Popen(
+        command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert "saved" in process.stdout.readline()
+        process.kill()
+    job = (tmp_path / "run" / JOB).read_text().strip()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / JOB).write_text("another-1")
+    status, said = export(job, other, environ)
+    assert (status, "is job another-1's" in said) == (2, True), said
+    (other / JOB).unlink()
+    with plain.CheckpointManager(other) as manager:
+        manager.save(7, args=plain.args.StandardSave({"mine": np.ones(2)}))
+    status, said = export(job, other, environ)
+    assert (status, "one that jaxft knows nothing of" in said) == (2, True), said
+    for _ in range(2):  # the second time it is there
+        status, said = export(job, tmp_path / "run", environ)
+        assert (status, said) == (0, f"step 7 of job {job} is in {tmp_path / 'run'}\n")
+    with plain.CheckpointManager(tmp_path / "run") as unchanged:
+        assert unchanged.all_steps() == [0, 5, 7]
+        found = unchanged.restore(
+            7,
+            args=plain.args.Composite(
+                state=plain.args.StandardRestore(), note=plain.args.JsonRestore()
+            ),
+        )
+        assert (list(found.state["w"]), found.note) == ([7, 7, 7, 7], [7])
+    keeper = working(environ["JAXFT_RUN_DIR"])
+    for pid in keeper:
+        os.kill(pid, signal.SIGKILL)
+
+
+ENDS = """
+import os, sys
+import jax.numpy as jnp
+import jaxft.orbax as ocp
+
+options = ocp.CheckpointManagerOptions(save_interval_steps=100)
+manager = ocp.CheckpointManager(sys.argv[1], options=options, every=1)
+for step in range(3):
+    manager.save(step, args=ocp.args.StandardSave({"w": jnp.full(4, step)}))
+    if step == 1 and os.fork() == 0:
+        sys.exit()
+os.wait()
+sys.exit(3)
+"""
+
+
+def test_a_script_that_ends_without_close_has_its_last_step_on_storage(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    """A fork of it that ends, as a loader's, ends nothing of its."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ENDS, str(tmp_path / "run")],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+    with plain.CheckpointManager(tmp_path / "run") as unchanged:
+        assert unchanged.all_steps() == [0, 2]
+    for pid in working(environ["JAXFT_RUN_DIR"]):
+        os.kill(pid, signal.SIGKILL)

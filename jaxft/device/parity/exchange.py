@@ -19,6 +19,8 @@ The rules:
   everything first that could be first, so each bucket's first rows are told by a number that
   depends on the bucket before: by a zero, of which the compiler does not know that it is one. (An
   optimization barrier is gone by the time that XLA for CPU puts operations in order.)
+- A device's k fragments are joined, and the one that it sends is a slice from a place that it is
+  told: a TPU takes a gather of rows apart into dozens of loops, and rows of k take it more memory.
 """
 
 from __future__ import annotations
@@ -105,9 +107,11 @@ def _code(lanes: Lanes, told: jax.Array, shards: list[jax.Array]) -> list[jax.Ar
         after = functools.reduce(operator.xor, [one[0] for one in made[-m:]], jnp.uint32(0))
         firsts = rows_told.at[:, 0].add(after.astype(jnp.int32) & zero)
         bases = range(0, k * geometry.fragment_bytes, geometry.fragment_bytes)
-        own = jnp.stack([_words(lanes, shards, firsts, at + start, at + stop) for at in bases])
-        sent = jnp.take(own, order, axis=0, mode="clip")
-        kernel = kernel_for(lanes.mesh.devices.flat[0].platform, sent.shape[1])
+        own = [_words(lanes, shards, firsts, at + start, at + stop) for at in bases]
+        words = own[0].size
+        joined = jnp.concatenate(own)
+        sent = [jax.lax.dynamic_slice(joined, (order[i] * words,), (words,)) for i in range(k)]
+        kernel = kernel_for(lanes.mesh.devices.flat[0].platform, words)
         for j in range(m):
             pairs = [lanes.pairs(geometry.shift(j, i)) for i in range(k)]
             come = [jax.lax.ppermute(sent[i], axes, pairs[i]) for i in range(k)]  # type: ignore[no-untyped-call]

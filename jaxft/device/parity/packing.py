@@ -157,7 +157,9 @@ def words_of_rows(
 ) -> jax.Array:
     """Bytes `span` of the rows of a shard as words, zeros behind them; within `jit`.
 
-    Only the rows that these bytes are in are taken, so that no more is in memory on the way.
+    Only the rows that these bytes are in are taken, so that no more is in memory on the way: the
+    shard is behind a barrier of its own, as compilers would take all of it as integers once, for
+    all that is taken of it.
 
     Args:
         shard: has at least one dimension.
@@ -165,6 +167,7 @@ def words_of_rows(
         first: the row, int32.
         live: so many rows from there on are themselves, others are zeros; None: all are.
     """
+    shard, first = jax.lax.optimization_barrier((shard, first))  # type: ignore[no-untyped-call]
     parts = _parts(shard)
     unit = sum(bits.dtype.itemsize for bits in parts)
     row = prod(shard.shape[1:]) * unit

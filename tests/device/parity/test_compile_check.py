@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -81,28 +80,61 @@ def test_the_same_beside_a_collective_is_the_same(check: ModuleType) -> None:
     assert list(check.fusions(TWO).values()) == [2]
 
 
-def test_a_step_and_its_twin_are_compared(
+def test_to_begin_a_collective_is_no_computation(check: ModuleType) -> None:
+    begun = 'custom-call(%p.1, %p.2), custom_call_target="AsyncCollectiveStart"'
+    begun_only = check.fusions(TWO.replace("add(%p.1, %p.2)", begun))
+    assert list(begun_only.values()) == [1]
+    assert not begun_only - check.fusions(TWO)
+
+
+def test_channels_are_names(check: ModuleType) -> None:
+    reduced = "all-reduce(%p.1), channel_id={}, replica_groups=[1,4]<=[4]"
+    one, other = (
+        check.fusions(TWO.replace("add(%p.1, %p.2)", reduced.format(number))) for number in (1, 19)
+    )
+    assert one == other != check.fusions(TWO)
+
+
+def test_collectives_are_told_apart_by_what_they_are_for(check: ModuleType) -> None:
+    text = """
+  %a = f32[8]{0} all-gather(%x), channel_id=1, metadata={op_name="jit(step)/dot/mul"}
+  %b = (f32[8]{0}, u32[]) collective-permute-start(%x), metadata={op_name="jit(twin)/send"}
+  %c = f32[8]{0} collective-permute-done(%b), metadata={op_name="jit(twin)/send"}
+  %d = f32[8]{0} all-reduce(%x), to_apply=%sum
+  %e = f32[8]{0} fusion(%a), calls=%all-gather.1
+"""
+    assert check.collectives(text) == {
+        ("all-gather", "dot/mul"): 1,
+        ("collective-permute", "send"): 1,
+        ("all-reduce", ""): 1,
+    }
+
+
+def test_a_step_and_its_twins_are_compared(
     check: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """For CPU, whose twin gives all that a device owns as well, and takes no other memory."""
-    topology = SimpleNamespace(devices=jax.devices()[:2])
-    target = check.Target(lambda: topology, "xla", "")
+    """For CPU, whose twins give all that a device owns, and its parity, as well; its host's memory
+    is no other."""
     check.LAYERS = 1
-    checks = check.TwinChecks("cpu", target, quick=True)
-    checks.shape = (1, 8, 64)
-    checks.run()
-    assert capsys.readouterr().out == "cpu: no twin is compiled for it\n"
-    checks.compare("sharded", check.P("data"))
-    said = capsys.readouterr().out
-    assert re.match(r"cpu, twin, sharded: \d+ of the step's \d+ fusions are not among", said)
-    gone = "cpu, twin, sharded: only 0 bytes are given to the host"
-    assert [miss for miss in checks.misses if "host" in miss] == [gone]
+    check.loss_of = lambda weights, batch: sum(map(jnp.vdot, *[jax.tree.leaves(weights)] * 2))
+    world = check.World(2, 1, check.Code(data=1, parity=1))
+    checks = check.TwinChecks("cpu", check.Target(lambda _: jax.devices()[:2], "xla", ""), True)
+    checks.shape = (1, 8, 128)
+    checks.compare(world, "sharded", check.P("data"))
+    said = capsys.readouterr().out.splitlines()
+    where = "cpu, twin, 2 devices, sharded"
+    assert [line.partition(": ")[0] for line in said] == [f"{where}, no parity", f"{where}, 1+1"]
+    assert "; 0 permutations; " in said[0]
+    assert "; 1 permutations; " in said[1]
+    gone = [f"{where}, {how}: only 0 bytes are given to the host" for how in ("no parity", "1+1")]
+    assert [miss for miss in checks.misses if "host" in miss] == gone
+    assert not [miss for miss in checks.misses if "permut" in miss or "collective" in miss]
 
 
 def test_checks_run_on_what_there_is(check: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     """For CPU, where the portable kernel is one operation for each output."""
-    topology = SimpleNamespace(devices=jax.devices())
-    checks = check.Checks("cpu", check.Target(lambda: topology, "xla", ""), quick=True)
+    target = check.Target(lambda _: jax.devices(), "xla", "")
+    checks = check.Checks("cpu", target, quick=True)
     checks.run()
     assert "cpu xla: 7 programs compiled, " in capsys.readouterr().out
     assert all("encode" in miss or "decode" in miss for miss in checks.misses)

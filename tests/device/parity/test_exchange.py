@@ -326,6 +326,26 @@ def test_no_more_than_the_parity_and_some_buckets_are_in_device_memory(
     assert extra <= 2 * lanes.geometry.k * (buckets[0][1] - buckets[0][0])
 
 
+def test_fragments_are_sent_by_slices_and_each_piece_of_a_leaf_is_taken_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A TPU makes dozens of loops of a gather, and integers of a whole leaf that is taken in
+    pieces, if nothing stands between it and each of these."""
+    monkeypatch.setattr(exchange, "BUCKET_BYTES", 3 * CHUNK)
+    world = World(Code(data=3, parity=1), 4, each=1)
+    sharding = NamedSharding(mesh_of(world, range(4), x=4), P())
+    state = {"w": jax.ShapeDtypeStruct((4608, 1024), jnp.float32, sharding=sharding)}
+    step = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf * 2, state))
+    plan = world.plan(state, 0)
+    assert plan.lanes is not None
+    pieces = plan.lanes.geometry.k * len(exchange.buckets(plan.lanes.geometry))
+    assert pieces > 10
+    text = LoweredTwin(Call(step, (state,), {}), Outputs.of(state), plan, [state["w"]]).text
+    assert "stablehlo.gather" not in text
+    assert text.count("stablehlo.optimization_barrier") == pieces + 1
+    assert text.count("stablehlo.collective_permute") == pieces * plan.lanes.geometry.m
+
+
 def test_wrong_parity_of_devices_is_found() -> None:
     world = World(Code(data=2, parity=1), 3)
     worker = Worker(world, state := {"w": put(mesh_of(world, range(6), x=6), (600, 200))})
