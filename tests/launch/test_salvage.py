@@ -30,6 +30,12 @@ from tests.launch.test_export import plain
 from tests.launch.training import Training, train
 
 
+@pytest.fixture(autouse=True)
+def same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process is not the export's own: its variables are those of the tests after it, too."""
+    monkeypatch.setattr(salvage, "set_jax_apart", lambda processes: None)
+
+
 def newest(world: object) -> int:
     return max(int(event["step"]) for event in world.events("committed"))  # type: ignore[attr-defined]
 
@@ -55,7 +61,6 @@ def slow_reads(training: Training, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def test_memory_is_exported_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the job trains; after its launcher and agents, and so its ranks, were killed; and after
     one of its two hosts was lost, too."""
-    monkeypatch.setattr(salvage, "set_jax_apart", lambda processes: None)
     with train(5) as training:
         world = training.world
         monkeypatch.setenv("JAXFT_RUN_DIR", str(world.run_dir))
