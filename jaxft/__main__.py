@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -22,6 +24,22 @@ _MACHINES = "Several machines"
 _WAITING = "Waiting, in seconds"
 _ANEW = "Going on, and starting anew"
 _OUTPUT = "Output"
+
+# Options that several commands have.
+_StoreCert = Annotated[
+    str,
+    typer.Option(
+        rich_help_panel=_MACHINES,
+        help="The certificate to show to the store. Also JAXFT_STORE_CERT.",
+    ),
+]
+_StoreKey = Annotated[
+    str,
+    typer.Option(
+        rich_help_panel=_MACHINES,
+        help="That certificate's private key. Also JAXFT_STORE_KEY.",
+    ),
+]
 
 app = typer.Typer(
     name="jaxft",
@@ -46,6 +64,19 @@ def _commands(
     ] = False,
 ) -> None:
     """Keeps JAX training alive: in-memory snapshots, erasure coded across hosts."""
+
+
+@contextlib.contextmanager
+def _said(*failures: type[Exception]) -> Iterator[None]:
+    """Errors are said in a line, and are an exit status: bad usage, or one of the `failures`."""
+    try:
+        yield
+    except ConfigError as error:
+        fail(error)
+        raise typer.Exit(EXIT_USAGE) from None
+    except failures as error:
+        fail(error)
+        raise typer.Exit(EXIT_WORLD) from None
 
 
 # Of click, or of typer itself: which one depends on typer's version.
@@ -160,20 +191,8 @@ def run(
             "JAXFT_STORE_CA.",
         ),
     ] = "",
-    store_cert: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=_MACHINES,
-            help="The certificate to show to the store. Also JAXFT_STORE_CERT.",
-        ),
-    ] = "",
-    store_key: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=_MACHINES,
-            help="That certificate's private key. Also JAXFT_STORE_KEY.",
-        ),
-    ] = "",
+    store_cert: _StoreCert = "",
+    store_key: _StoreKey = "",
     lease_s: Annotated[
         float, typer.Option(rich_help_panel=_WAITING, help="A host silent for so long is lost.")
     ] = 5.0,
@@ -357,14 +376,8 @@ def status(
     """
     from jaxft.launch.show_status import show_status
 
-    try:
+    with _said(JaxftError):
         raise typer.Exit(show_status(job, store, as_json=as_json, watch=watch))
-    except ConfigError as error:
-        fail(error)
-        raise typer.Exit(EXIT_USAGE) from None
-    except JaxftError as error:
-        fail(error)
-        raise typer.Exit(EXIT_WORLD) from None
 
 
 @app.command()
@@ -403,20 +416,8 @@ def export(
             rich_help_panel=_MACHINES, help="Who may vouch for the store. Also JAXFT_STORE_CA."
         ),
     ] = "",
-    store_cert: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=_MACHINES,
-            help="The certificate to show to the store. Also JAXFT_STORE_CERT.",
-        ),
-    ] = "",
-    store_key: Annotated[
-        str,
-        typer.Option(
-            rich_help_panel=_MACHINES,
-            help="That certificate's private key. Also JAXFT_STORE_KEY.",
-        ),
-    ] = "",
+    store_cert: _StoreCert = "",
+    store_key: _StoreKey = "",
 ) -> None:
     """Writes a snapshot out of a job's memory to storage, as an Orbax checkpoint.
 
@@ -426,15 +427,9 @@ def export(
     """
     from jaxft.salvage import main as export_by_hand
 
-    try:
+    with _said(JaxftError, OSError, ValueError):
         access = StoreAccess.of(store_ca, store_cert, store_key)
         written = export_by_hand(job, directory, step, store, access, job_key_file, trust_network)
-    except ConfigError as error:
-        fail(error)
-        raise typer.Exit(EXIT_USAGE) from None
-    except (JaxftError, OSError, ValueError) as error:
-        fail(error)
-        raise typer.Exit(EXIT_WORLD) from None
     typer.echo(f"step {written} of job {job} is in {directory}")
 
 
@@ -448,14 +443,8 @@ def demo(context: typer.Context) -> None:
 
     inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     inner.command()(command)
-    try:
+    with _said(JaxftError):
         inner(args=context.args, prog_name="jaxft demo")
-    except ConfigError as error:
-        fail(error)
-        raise typer.Exit(EXIT_USAGE) from None
-    except JaxftError as error:
-        fail(error)
-        raise typer.Exit(EXIT_WORLD) from None
 
 
 def main() -> None:

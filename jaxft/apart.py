@@ -4,10 +4,28 @@ training's. Nothing here imports JAX, since its variables are read when it is im
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 
+from jaxft import config, faults
+
 NICE = 10
+
+
+def begin_apart(env: config.RankEnv, what: str) -> None:
+    """How such a process begins: its log, faults on purpose, and a JAX of its own.
+
+    Args:
+        what: it is called in the log.
+    """
+    logging.basicConfig(
+        level=logging.INFO,
+        format=f"%(asctime)s {env.host} {what}[{os.getpid()}] %(levelname)s %(message)s",
+    )
+    logging.getLogger("absl").setLevel(logging.WARNING)
+    faults.arm(config.faults_text())
+    set_jax_apart(env.ranks)
 
 
 def set_jax_apart(processes: int) -> None:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from jaxft import config, faults
-from jaxft.apart import set_jax_apart
+from jaxft import config
+from jaxft.apart import begin_apart
 from jaxft.checkpoint import Directory
 from jaxft.errors import ConfigError, NothingRecoverable
 from jaxft.faults import reach
@@ -43,13 +43,7 @@ def main() -> int:
     env, text = config.RankEnv.from_environ(), config.export()
     if env is None or not text:
         raise ConfigError("an exporter is started by the agent, with its JAXFT_* variables")
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s {env.host} export[{os.getpid()}] %(levelname)s %(message)s",
-    )
-    logging.getLogger("absl").setLevel(logging.WARNING)
-    faults.arm(config.faults_text())
-    set_jax_apart(env.ranks)
+    begin_apart(env, "export")
     try:
         Exporter(env, msgspec.json.decode(text, type=Export)).run()
     except Exception as error:  # noqa: BLE001 (its last line is what the agent says)

@@ -33,8 +33,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jaxft import config, faults
-from jaxft.apart import lower_priority, set_jax_apart
+from jaxft import config
+from jaxft.apart import begin_apart, lower_priority
 from jaxft.errors import ConfigError, JaxftError, SnapshotLost
 from jaxft.faults import reach
 from jaxft.group.messages import PersistOrder
@@ -60,13 +60,7 @@ def main() -> int:
     env, number = config.RankEnv.from_environ(), config.persist_number()
     if env is None or number is None:
         raise ConfigError("a persist helper is started by the agent, with its JAXFT_* variables")
-    logging.basicConfig(
-        level=logging.INFO,
-        format=f"%(asctime)s {env.host} persist[{os.getpid()}] %(levelname)s %(message)s",
-    )
-    logging.getLogger("absl").setLevel(logging.WARNING)
-    faults.arm(config.faults_text())
-    set_jax_apart(env.ranks)
+    begin_apart(env, "persist")
     hello = greeting("helper", generation=env.generation, nonce=env.nonce, rank=env.rank)
     try:
         client = SmpClient(Path(env.smp), hello, connect_s=CONNECT_S, reconnect_s=RECONNECT_S)

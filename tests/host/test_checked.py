@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -16,6 +15,7 @@ from jaxft.group.world import World
 from jaxft.host.checked import UNIT, BadChunks, CheckedSegment, Making
 from jaxft.host.layout import checksums
 from jaxft.host.memory import Arena
+from tests.host.world import until
 
 LENGTHS = (3 * UNIT + 5 * CHUNK + 17, CHUNK - 1)
 
@@ -107,7 +107,7 @@ def test_a_segment_that_is_being_made_is_read_as_far_as_it_is_there(arena: Arena
             assert len(found) == number
             arena.view(start, UNIT)[:] = whole[start : start + UNIT]
             made[start // CHUNK : (start + UNIT) // CHUNK] = 1
-            assert until(lambda count=number + 1: len(found) == count)
+            until(lambda count=number + 1: len(found) == count, f"piece {number}")
         reader.join()
     assert (np.concatenate(found) == whole[: 2 * UNIT]).all()
 
@@ -136,12 +136,3 @@ def test_a_wait_for_what_is_never_made_ends(arena: Arena) -> None:
     with CheckedSegment(arena, manifest, wanted, timeout_s=30, making=Making(made, lambda: None)):
         pass  # whoever ends early does not wait for it
     assert threading.active_count() == before
-
-
-def until(ready: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 30
-    while not ready():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True

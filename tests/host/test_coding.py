@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -16,32 +16,21 @@ from jaxft.host import coding
 from jaxft.host.coding import DamagedFragments, Sources, encode_share, rebuild_segment
 from jaxft.host.layout import GroupLayout, checksums, read_key
 from jaxft.host.memory import Arena, Bytes
-from jaxft.host.wire import BulkReader, ReadRequest, Refused
+from tests.host.held import HeldMemory
 
 ID = SnapshotId(1, 0, "n")
 NAMES = ("a", "b", "c")
 LENGTH = 5 * CHUNK + 1000
 
 
-class Memory(BulkReader):
+class Memory(HeldMemory):
     """Three hosts' segments and parity, read where they lie."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)
         self.segments = [rng.integers(0, 256, LENGTH, np.uint8) for _ in NAMES]
-        self.held = {read_key("segment", ID, host): data for host, data in enumerate(self.segments)}
-
-    def read_many(
-        self, requests: Iterable[ReadRequest], **limits: object
-    ) -> Iterator[tuple[object, memoryview | Refused]]:
-        for request in requests:
-            data = self.held.get(request.key)
-            if data is None:
-                yield request.tag, Refused("not here")
-            else:
-                piece = data[request.offset : request.offset + request.nbytes]
-                assert piece.size == request.nbytes
-                yield request.tag, piece.data
+        held = {read_key("segment", ID, host): data for host, data in enumerate(self.segments)}
+        super().__init__(held)
 
 
 def manifest(host: int, segment: Bytes) -> Manifest:

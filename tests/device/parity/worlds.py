@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from jaxft.group.world import Code, Group
 from jaxft.host.coding import Sources, check_given, encode_share, rebuild_segment
 from jaxft.host.layout import GroupLayout, checksums, read_key
 from jaxft.host.shares import whole_manifest
-from jaxft.host.wire import BulkReader, ReadRequest, Refused
+from tests.host.held import HeldMemory
 
 ID = SnapshotId(1, 0, "n")
 
@@ -65,25 +65,6 @@ def part_of(staged: Any) -> np.ndarray:
     return dest
 
 
-class Memory(BulkReader):
-    """What all hosts of a world hold, read where it lies."""
-
-    def __init__(self) -> None:
-        self.held: dict[bytes, np.ndarray] = {}
-
-    def read_many(
-        self, requests: Iterable[ReadRequest[Any]], **limits: object
-    ) -> Iterator[tuple[Any, memoryview | Refused]]:
-        for request in requests:
-            data = self.held.get(request.key)
-            if data is None:
-                yield request.tag, Refused("not here")
-            else:
-                piece = data[request.offset : request.offset + request.nbytes]
-                assert piece.size == request.nbytes
-                yield request.tag, piece.data
-
-
 class Snapshot:
     """The shares of all hosts of a world.
 
@@ -97,7 +78,7 @@ class Snapshot:
     ) -> None:
         self.world = world
         self.segments: list[np.ndarray] = []
-        self.memory = Memory()
+        self.memory = HeldMemory()
         self.regions: dict[int, np.ndarray] = {}
         self.sums: dict[int, bytes] = {}
         names = tuple(f"h{host}" for host in range(world.hosts))
