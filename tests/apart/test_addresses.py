@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 import jaxft.launch.addresses
+from bench.apart.network import Network
+from bench.apart.world import ROOT
 from jaxft.errors import ConfigError
 from jaxft.group.placement import form_groups
 from jaxft.group.records import HostRecord, View
 from jaxft.group.world import Code, Generation
 from jaxft.launch.addresses import misfit, own_address
-from tests.apart.network import Network
-from tests.apart.world import ROOT
 
 # Answers questions of a host's own address, in the host's place.
 ASK = """

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.apart.trainer import expected
-from tests.apart.world import Host, World, apart
+from bench.apart.trainer import expected
+from bench.apart.world import Host, World, apart
 
 OPTIONS = ("--hosts", "1:2", "--lease-s", "2", "--settle-s", "1", "--rejoin-s", "1")
 

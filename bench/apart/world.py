@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from bench.apart.network import Network
 from jaxft.status.events import Event, EventReader
-from tests.apart.network import Network
 
 ROOT = Path(__file__).parents[2]
 TRAINER = str(Path(__file__).with_name("trainer.py"))

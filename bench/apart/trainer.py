@@ -53,7 +53,7 @@ def main() -> None:
         return int(digested(state).addressable_data(0))
 
     jaxft.initialize()
-    sharding = NamedSharding(jaxft.make_mesh({"data": -1}), P("data"))
+    sharding = NamedSharding(jaxft.make_mesh({"data": -1}), P("data"))  # type: ignore[no-untyped-call]
     first = np.arange(SIZE, dtype=np.uint32)
     state = {"w": jax.make_array_from_callback(first.shape, sharding, lambda at: first[at])}
     train = jax.jit(lambda state: {"w": state["w"] * jnp.uint32(1664525) + jnp.sum(state["w"])})
