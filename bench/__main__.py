@@ -185,4 +185,8 @@ def _show(value: float | None) -> str:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["soak"]:  # which measures nothing, and has options of its own
+        from bench.soak.command import app as soak
+
+        soak(sys.argv[2:], prog_name="python -m bench soak")
     app(prog_name="python -m bench")

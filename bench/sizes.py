@@ -26,6 +26,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
         train_steps: steps of a training run.
         idle_s: how long nothing is done.
         twin_leaves: leaves of the states whose twins are compiled.
+        recoveries: the ways of `bench.recovery` that are measured.
     """
 
     state_bytes: int = GIB
@@ -42,6 +43,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     train_steps: int = 12
     idle_s: float = 20.0
     twin_leaves: tuple[int, ...] = (200, 1000)
+    recoveries: tuple[str, ...] = ("rank", "warm", "wrapped", "spare", "shrink", "restore")
 
 
 # Small enough for a test of the program itself. What comes out says nothing about speed.
@@ -60,4 +62,5 @@ QUICK = Sizes(
     train_steps=3,
     idle_s=0.3,
     twin_leaves=(13,),
+    recoveries=("rank",),
 )

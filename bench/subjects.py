@@ -20,6 +20,7 @@ SUBJECTS: dict[str, tuple[str, ...]] = {
     "restore": ("restore_own",),
     "protect": ("protected", "cpu_per_gib"),
     "rebuild": ("rebuild",),
+    "recovery": ("recovery",),
     "training": ("training_overhead",),
     "auto": ("auto",),
     "memory": ("memory",),

@@ -1,7 +1,11 @@
-"""Plain JAX and Optax: fits a noisy function with a small network, and survives crashes.
+"""Plain JAX and Optax, and data that is drawn: fits a noisy function with a small network.
 
 python examples/train_optax.py
 jaxft run --local-hosts 2 -- python examples/train_optax.py --steps 20
+
+It survives crashes, and no number is drawn twice: the noise's key is part of the state, and the
+state of NumPy's generator goes into the snapshot as extras. Every process draws the whole global
+batch and puts its rows on its devices, so all have the same generator, in any world.
 """
 
 import argparse
@@ -11,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from global_batch import spread
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxft
@@ -28,14 +33,15 @@ def create(key):
     return {"params": params, "optimizer": OPTIMIZER.init(params), "noise": key}
 
 
-def train_step(state, x):
-    """Fits sin(x) with noise; the noise's key is part of the state, so it is never drawn twice."""
+def train_step(state, x, weights):
+    """Fits sin(x) with noise."""
     key, noise = jax.random.split(state["noise"])
     y = jnp.sin(x) + 0.1 * jax.random.normal(noise, x.shape)
 
     def loss_of(params):
         hidden = jnp.tanh(x @ params["first"]["w"] + params["first"]["b"])
-        return jnp.mean((hidden @ params["last"]["w"] + params["last"]["b"] - y) ** 2)
+        errors = (hidden @ params["last"]["w"] + params["last"]["b"] - y) ** 2
+        return jnp.sum(errors[:, 0] * weights) / ROWS
 
     loss, gradients = jax.value_and_grad(loss_of)(state["params"])
     updates, optimizer = OPTIMIZER.update(gradients, state["optimizer"])
@@ -68,9 +74,7 @@ def main():
             state, step = init(), 0
         while step < options.steps:
             x = data.uniform(-3, 3, (ROWS, 1)).astype(np.float32)
-            state, loss = step_fn(
-                state, jax.make_array_from_callback(x.shape, by_rows, x.__getitem__)
-            )
+            state, loss = step_fn(state, *spread(x.__getitem__, x.shape, by_rows))
             step += 1
             snapshotter.save(step, state, extras={"data": json.dumps(data.bit_generator.state)})
             if step % 10 == 0 and jax.process_index() == 0:

@@ -9,13 +9,15 @@ It needs jax and jaxft and nothing else. What it does, each part a few rows of t
 - saves: for each staging, what `save` costs the training thread, how long until the bytes are in
   host memory, and the rate of that against a plain copy to pinned host memory;
 - steps: what a wrapped step costs beside the bare one, in calls that take a snapshot;
+- twins: a training step that a snapshot is taken in gives the same bits as the bare step;
 - donation: the step right after `save` overwrites the state, and what is restored is still that
   state, bit for bit.
 
 How to read it: `save` is what the call costs the training thread, `staged` the rate at which the
 bytes then come to the host. `wrapped_step` is a whole step that takes a snapshot, beside a bare
 one, and `[call]` what the call of it takes before it returns. The kernel's rate is required on GPU
-and TPU only, of the kernel that is used there. Exit status: 0 if all that is required holds.
+and TPU only, of the kernel that is used there. If another kernel is faster here, the last lines say
+so, and how to have it: JAXFT_PARITY_KERNEL. Exit status: 0 if all that is required holds.
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ RATE_CODE = (6, 2)
 CODES = ((1, 1), (3, 1), (2, 2), (6, 2), (8, 4))
 # Of the time in which as many bytes are copied within device memory.
 RATE_MIN = 0.7
+# A kernel that is less than this ahead of the one that is used is no reason to change anything.
+FASTER = 1.05
 
 
 @dataclass(frozen=True)
@@ -66,16 +70,20 @@ def main() -> int:
     print(f"{len(devices)} x {devices[0].device_kind}, jax {jax.__version__}", flush=True)
     nbytes = int(options.gib * 2**30)
     rows: list[Row] = []
-    for part in (check_bytes, measure_kernels, measure_saves, measure_steps, check_donation):
+    parts = (check_bytes, measure_kernels, measure_saves, measure_steps, check_twin, check_donation)
+    for part in parts:
         print(f"{(part.__doc__ or '').splitlines()[0]}", flush=True)
         rows += part(nbytes)
     _print(rows)
+    kernel = advise({row.name: row.figure for row in rows if row.name.startswith("kernel[")})
+    print(kernel["advice"])
     missed = [row.name for row in rows if row.holds is False]
     print(f"NOT as required: {', '.join(missed)}" if missed else "all that is required holds")
     if options.json:
         device = {"kind": devices[0].device_kind, "count": len(devices), "jax": jax.__version__}
         with open(options.json, "w") as file:
-            json.dump({"rows": [asdict(row) for row in rows], "machine": device}, file, indent=1)
+            found = {"rows": [asdict(row) for row in rows], "machine": device, "kernel": kernel}
+            json.dump(found, file, indent=1)
     return 1 if missed else 0
 
 
@@ -158,6 +166,30 @@ def measure_kernels(nbytes: int) -> Iterator[Row]:
         yield Row(name, moved / kernel_s / 1e9, "GB/s", ratio, "copy in device memory", holds)
 
 
+def advise(rates: dict[str, float]) -> dict[str, str]:
+    """Which kernel the devices here should compute parity with.
+
+    Args:
+        rates: of each, by the name of its row.
+    """
+    import jax
+
+    from jaxft.device.parity import kernel_for
+
+    by_kernel = {name[len("kernel[") :].partition(",")[0]: rate for name, rate in rates.items()}
+    used = str(kernel_for(jax.default_backend(), 1024))
+    fastest = max(by_kernel, key=by_kernel.__getitem__)
+    ratio = by_kernel[fastest] / by_kernel[used]
+    if ratio < FASTER:
+        advice = f"device parity uses the kernel {used} here, and none is faster"
+    else:
+        advice = (
+            f"device parity uses the kernel {used} here, and {fastest} is {ratio:.2f} times as "
+            f"fast: start the ranks with JAXFT_PARITY_KERNEL={fastest}"
+        )
+    return {"used": used, "fastest": fastest, "advice": advice}
+
+
 def _kernels() -> tuple[Any, ...]:
     import jax
 
@@ -223,6 +255,32 @@ def measure_steps(nbytes: int) -> Iterator[Row]:
     step_s, plain_s, call_s = (statistics.median(v[3:]) for v in (wrapped_s, bare_s, stall_s))
     yield Row("wrapped_step", 1e3 * step_s, "ms", step_s / plain_s, "bare step")
     yield Row("wrapped_step[call]", 1e3 * call_s, "ms")
+
+
+def check_twin(nbytes: int) -> Iterator[Row]:
+    """What a wrapped step gives, where rounding shows, against the bare step, bit for bit."""
+    import jax
+    import numpy as np
+
+    import jaxft
+
+    wrong = twins = 0
+    with jaxft.Snapshotter(every=1, job=_job(), fresh=True) as snapshotter:
+        wrapped = jaxft.wrap(_training(), snapshotter)
+        bare = _training()
+        state, batch = _network(nbytes)
+        other, _ = _network(nbytes)
+        for _ in range(ROUNDS):
+            state, loss = wrapped(state, batch)
+            other, expected = bare(other, batch)
+            pairs = zip(
+                jax.tree.leaves((state, loss)), jax.tree.leaves((other, expected)), strict=True
+            )
+            wrong += sum(np.asarray(a).tobytes() != np.asarray(b).tobytes() for a, b in pairs)
+            wrapped.receipt.protected.result(WAIT_S)
+            twins += wrapped.has_twin
+    yield Row("twin[bits]", wrong, "wrong leaves", None, "the bare step", wrong == 0)
+    yield Row("twin[calls]", twins, f"of {ROUNDS} calls", None, "", twins == ROUNDS - 1)
 
 
 def check_donation(nbytes: int) -> Iterator[Row]:
@@ -305,6 +363,54 @@ def _step() -> Callable[[Any], Any]:
     import jax
 
     return jax.jit(lambda state: jax.tree.map(lambda x: x * 1.0001 + 1.0, state), donate_argnums=0)
+
+
+def _network(nbytes: int) -> tuple[dict[str, Any], Any]:
+    """Two layers and Adam's moments of them, sharded over all devices, and a batch."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    import jaxft
+
+    mesh = jaxft.make_mesh({"data": -1})
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    count = len(jax.devices())
+    # Both layers and their moments, 4 bytes an element each; 64 MiB at most.
+    side = int((min(nbytes, 2**26) / (4 * 6)) ** 0.5) // (8 * count) * 8 * count
+
+    def create() -> tuple[dict[str, Any], Any]:
+        first, second, data = (
+            jax.random.normal(jax.random.key(number), shape) / side**0.5
+            for number, shape in enumerate([(side, side), (side, side), (8 * count, side)])
+        )
+        layers = [first, second]
+        zeros = [jnp.zeros_like(layer) for layer in layers]
+        return {"layers": layers, "mean": zeros, "square": zeros}, data
+
+    return jax.jit(create, out_shardings=rows)()
+
+
+def _training() -> Callable[[Any, Any], Any]:
+    """A donating step of Adam, with products of matrices, sums over rows and roots."""
+    import jax
+    import jax.numpy as jnp
+
+    def loss_of(layers: list[Any], batch: Any) -> Any:
+        hidden = jax.nn.softmax(jnp.tanh(batch @ layers[0]) * 3, axis=-1)
+        return jnp.mean(jnp.square(hidden @ layers[1] - batch))
+
+    def update(state: dict[str, Any], batch: Any) -> Any:
+        loss, slopes = jax.value_and_grad(loss_of)(state["layers"], batch)
+        mean = [0.9 * m + 0.1 * g for m, g in zip(state["mean"], slopes, strict=True)]
+        square = [0.99 * v + 0.01 * g * g for v, g in zip(state["square"], slopes, strict=True)]
+        layers = [
+            layer - 1e-2 * m / (jnp.sqrt(v) + 1e-8)
+            for layer, m, v in zip(state["layers"], mean, square, strict=True)
+        ]
+        return {"layers": layers, "mean": mean, "square": square}, loss
+
+    return jax.jit(update, donate_argnums=0)
 
 
 def _job() -> str:

@@ -9,11 +9,12 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from jaxft import __version__
+from jaxft import __version__, config
 from jaxft.config import StoreAccess
-from jaxft.errors import ConfigError, JaxftError
+from jaxft.errors import ConfigError, JaxftError, JobInUse
+from jaxft.launch.first import be_two_if_first
 from jaxft.launch.hostdir import local_store
-from jaxft.launch.options import LOCAL_HOSTS_MAX, RunOptions, own_host_name, parse_hosts
+from jaxft.launch.options import LOCAL_HOSTS_MAX, RunOptions, parse_hosts
 from jaxft.launch.run import EXIT_USAGE, EXIT_WORLD, check_command, fail, placed
 from jaxft.launch.run import run_agent as agent
 from jaxft.launch.run import run_local as local
@@ -135,11 +136,12 @@ def run(
             rich_help_panel=_WORLD, help="K+M: any M hosts of K+M may be lost (default: 3+1)."
         ),
     ] = "",
-    domain: Annotated[
+    failure_domain: Annotated[
         str,
         typer.Option(
             rich_help_panel=_WORLD,
-            help="What this host would fail together with: rack, slice, power.",
+            help="What this host would fail together with: rack, slice, power (default: as SLURM's "
+            "topology or a TPU's slices say; none: nothing). Also JAXFT_FAILURE_DOMAIN.",
         ),
     ] = "",
     ranks_per_host: Annotated[
@@ -239,32 +241,68 @@ def run(
             help="How long a rank may not call save, or ten times its longest pause; 0: for ever.",
         ),
     ] = 600.0,
+    start_s: Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=_WAITING,
+            help="The same before its third call: how long it may compile, load, restore.",
+        ),
+    ] = 3600.0,
     exit_grace_s: Annotated[
         float,
         typer.Option(
             rich_help_panel=_WAITING, help="How long after the first rank the last one may end."
         ),
     ] = 30.0,
-    term_grace_s: Annotated[
-        float,
-        typer.Option(
-            rich_help_panel=_WAITING, help="How long ending may take; on SIGTERM, a last snapshot."
-        ),
-    ] = 5.0,
-    persist_grace_s: Annotated[
+    grace_s: Annotated[
         float,
         typer.Option(
             rich_help_panel=_WAITING,
-            help="How much more, on SIGTERM to all hosts, for that snapshot to get to storage.",
+            help="On SIGTERM: how long this host may take to go, with a last snapshot, which gets "
+            "to storage where all hosts go.",
         ),
-    ] = 20.0,
-    restarts_max: Annotated[
+    ] = 25.0,
+    max_restarts: Annotated[
         int,
         typer.Option(
             rich_help_panel=_ANEW,
-            help="Failures in a row without a newer snapshot that end the job.",
+            help="Restarts after failures within --restart-window-s; one more failure ends the "
+            "job. Lost hosts do not count.",
+        ),
+    ] = 30,
+    restart_window_s: Annotated[
+        float, typer.Option(rich_help_panel=_ANEW, help="See there; 0: the whole run.")
+    ] = 3600.0,
+    same_step_max: Annotated[
+        int,
+        typer.Option(
+            rich_help_panel=_ANEW,
+            help="Failures in a row at the same step, without a newer snapshot, that end the job.",
         ),
     ] = 3,
+    flap_s: Annotated[
+        float,
+        typer.Option(
+            rich_help_panel=_ANEW,
+            help="How long a host lost twice within that window waits before it is taken in again, "
+            "twice as long after the next loss, and so on; 0: it never does.",
+        ),
+    ] = 30.0,
+    warm: Annotated[
+        bool,
+        typer.Option(
+            rich_help_panel=_ANEW,
+            help="Keep a process for each rank that waits, with JAX imported, to follow it.",
+        ),
+    ] = True,
+    preemption_file: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_ANEW,
+            help="When this file appears, this host is to go, as on SIGTERM; {host} in it is the "
+            "host's name.",
+        ),
+    ] = "",
     fresh: Annotated[
         bool, typer.Option("--fresh", rich_help_panel=_ANEW, help="Ignore earlier snapshots.")
     ] = False,
@@ -290,7 +328,8 @@ def run(
     """Runs a training command on this host (or on several simulated ones), and keeps it alive.
 
     Exit status: 0 all ranks ended well, 1 the training script failed, 2 bad usage or a name in
-    use, 3 the world could not be formed or could not go on, 128 + n ended by signal n.
+    use, 3 the world could not be formed or could not go on, 128 + n ended by signal n (143 also by
+    a preemption file). docs/failures.md says what happens when what is lost.
     """
     try:
         if not 0 <= local_hosts <= LOCAL_HOSTS_MAX:
@@ -307,7 +346,7 @@ def run(
         check_command(tuple(command or ()))
         options = RunOptions(
             job=job,
-            host=host or ("host0" if local_hosts else own_host_name()),
+            host=host or ("host0" if local_hosts else config.host_name()),
             command=tuple(command or ()),
             store=store or local_store(job),
             store_ca=store_ca,
@@ -319,7 +358,9 @@ def run(
             hosts_max=high,
             code=code,
             ranks_per_host=ranks_per_host,
-            domain=domain,
+            failure_domain=config.failure_domain(
+                failure_domain, one_machine=bool(local_hosts) or high == 1
+            ),
             bandwidth_max=bandwidth_max,
             lease_s=lease_s,
             settle_s=settle_s,
@@ -328,11 +369,16 @@ def run(
             store_grace_s=store_grace_s,
             silence_s=silence_s,
             hang_s=hang_s,
+            start_s=start_s,
             form_timeout_s=form_timeout_s,
             exit_grace_s=exit_grace_s,
-            term_grace_s=term_grace_s,
-            persist_grace_s=persist_grace_s,
-            restarts_max=restarts_max,
+            grace_s=grace_s,
+            preemption_file=preemption_file,
+            max_restarts=max_restarts,
+            restart_window_s=restart_window_s,
+            same_step_max=same_step_max,
+            flap_s=flap_s,
+            warm=warm,
             fresh=fresh,
             log_dir=log_dir or None,
             quiet=quiet,
@@ -378,6 +424,28 @@ def status(
 
     with _said(JaxftError):
         raise typer.Exit(show_status(job, store, as_json=as_json, watch=watch))
+
+
+@app.command()
+def keep(
+    job: Annotated[str, typer.Option(help="Name of the job, as Snapshotter(job=...) has it.")],
+    host: Annotated[str, typer.Option(help="Name of this host (default: the machine's).")] = "",
+) -> None:
+    """Keeps a job's snapshots on this host, for ranks that somebody else starts.
+
+    Ranks that a scheduler starts, with Snapshotter(store=...), find it here, and their snapshots
+    outlive whatever the scheduler kills when it starts them again. It ends with the job, ten
+    minutes after the last ranks, or when it is told to. Exit status: 0 the job has finished, 2 bad
+    usage or another one is here, 3 no ranks came again, 128 + n ended by signal n.
+    """
+    from jaxft.launch.crew import keep as keep_crews
+
+    with _said(JaxftError):
+        try:
+            name = config.check_name("host", host or config.host_name())
+            raise typer.Exit(keep_crews(config.check_name("job", job), name, crews=True))
+        except JobInUse as error:
+            raise ConfigError(str(error)) from None
 
 
 @app.command()
@@ -449,6 +517,7 @@ def demo(context: typer.Context) -> None:
 
 def main() -> None:
     """The `jaxft` command."""
+    be_two_if_first()
     app()
 
 

@@ -17,7 +17,8 @@ The rules:
   until then; plain Orbax sees neither for that moment.
 - What plain Orbax wrote is read, and deleted only by a new checkpoint of the same step.
 
-Nothing here imports JAX or Orbax: a rank lists the checkpoints each time it starts.
+Nothing here imports JAX or Orbax: a rank lists the checkpoints each time it starts. A bucket, where
+nothing can be renamed, is another kind of `Directory`: see `bucket`.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _log = logging.getLogger(__name__)
 
 VERSION = 1
 TREE, BYTES, RECORD = "default", "jaxft_bytes", "jaxft.json"
-_STEP = re.compile(r"0|[1-9]\d*")
-_WRITING, _REPLACED, _REMOVED = "jaxft-writing-", "jaxft-replaced-", "jaxft-removed-"
+STEP = re.compile(r"0|[1-9]\d*")
+WRITING, _REPLACED, _REMOVED = "jaxft-writing-", "jaxft-replaced-", "jaxft-removed-"
 
 
 class StoredLeaf(msgspec.Struct, frozen=True):
@@ -88,7 +89,11 @@ class Found:
 
 
 class Directory:
-    """The checkpoints in a local (or mounted) directory."""
+    """The checkpoints in a local (or mounted) directory.
+
+    Attributes:
+        path: the directory. Of a bucket it is an `epath.Path`, which has the methods of a Path.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -105,15 +110,12 @@ class Directory:
             names = {path.name for path in self.path.iterdir()} if self.path.exists() else set()
         except OSError as error:
             raise RestoreError(f"checkpoint directory {self.path}: {error}") from error
-        steps = {name: name for name in names if _STEP.fullmatch(name)}
+        steps = {name: name for name in names if STEP.fullmatch(name)}
         for name in names:
             step = name.removeprefix(_REPLACED)
-            if step != name and _STEP.fullmatch(step):
+            if step != name and STEP.fullmatch(step):
                 steps.setdefault(step, name)
-        everything = [self._look(int(step), self.path / name) for step, name in steps.items()]
-        return sorted(
-            (one for one in everything if one is not None), key=lambda one: one.entry.step
-        )
+        return by_step(self._look(int(step), self.path / name) for step, name in steps.items())
 
     def check_writable(self) -> None:
         """Refuses a directory that nothing can be written to; makes nothing.
@@ -151,21 +153,7 @@ class Directory:
             )
 
     def _look(self, step: int, path: Path) -> Found | None:
-        if not path.is_dir():
-            return None
-        if not (path / RECORD).exists():
-            return Found(path, StorageEntry(step), None)
-        try:
-            record = read_record(path)
-        except RestoreError as error:
-            _log.error("%s; it does not count", error)
-            return None
-        if record.step != step:
-            _log.error(
-                "checkpoint %s says that it is step %d; it does not count", path, record.step
-            )
-            return None
-        return Found(path, record.entry, record)
+        return look(step, path) if path.is_dir() else None
 
     def find(self, entry: StorageEntry) -> Found:
         """The checkpoint that was listed as this entry.
@@ -186,18 +174,24 @@ class Directory:
         self.path.mkdir(parents=True, exist_ok=True)
         for path in list(self.path.iterdir()):
             step = path.name.removeprefix(_REPLACED)
-            if path.name.startswith((_WRITING, _REMOVED)):
+            if path.name.startswith((WRITING, _REMOVED)):
                 shutil.rmtree(path)
             elif step != path.name and (self.path / step).exists():
                 self._remove(path)
+        return self.writing(identity), self.next_number()
+
+    def next_number(self) -> int:
         numbers = [one.record.number for one in self.found() if one.record is not None]
-        return self.writing(identity), 1 + max(numbers, default=0)
+        return 1 + max(numbers, default=0)
 
     def writing(self, identity: SnapshotId) -> Path:
-        return self.path / f"{_WRITING}{identity}-{identity.nonce}"
+        return self.path / f"{WRITING}{identity}-{identity.nonce}"
 
-    def commit(self, written: Path, step: int) -> None:
-        """Gives what was written the name of its step."""
+    def commit(self, written: Path, record: Record) -> None:
+        """Makes what was written, and is whole but for its record, the checkpoint of its step."""
+        written.mkdir(exist_ok=True)  # where there is nothing but scalars, the record has them all
+        write_record(written, record)
+        step = record.step
         target, aside = self.path / str(step), self.path / f"{_REPLACED}{step}"
         if target.exists():
             self._remove(aside)
@@ -243,6 +237,30 @@ def _id(found: Found) -> SnapshotId:
 def _number(found: Found) -> int:
     assert found.record is not None
     return found.record.number
+
+
+def look(step: int, path: Path) -> Found | None:
+    """What is at `path`, where the checkpoint of this step is; None, and a line in the log, where
+    it is not as jaxft wrote it."""
+    if not (path / RECORD).exists():
+        return Found(path, StorageEntry(step), None)
+    try:
+        record = read_record(path)
+    except RestoreError as error:
+        _log.error("%s; it does not count", error)
+        return None
+    if record.step != step:
+        _log.error("checkpoint %s says that it is step %d; it does not count", path, record.step)
+        return None
+    return Found(path, record.entry, record)
+
+
+def by_step(found: Iterable[Found | None]) -> list[Found]:
+    return sorted((one for one in found if one is not None), key=lambda one: one.entry.step)
+
+
+def write_record(path: Path, record: Record) -> None:
+    (path / RECORD).write_bytes(msgspec.json.encode(record))
 
 
 def read_record(path: Path) -> Record:

@@ -20,19 +20,26 @@ Variables for people:
     JAXFT_EVENTS               directory of the event log
     JAXFT_FAULTS               faults on purpose, see `faults`
     JAXFT_ADDRESS, JAXFT_INTERFACE   where other hosts reach this one, as --address and --interface
+    JAXFT_FAILURE_DOMAIN       what this host would fail together with, as --failure-domain
     JAXFT_JOB_KEY, JAXFT_JOB_KEY_FILE   the job's key, or the file that has it
     JAXFT_STORE_USER, JAXFT_STORE_PASSWORD   for a store in etcd that asks who one is
     JAXFT_STORE_CA, JAXFT_STORE_CERT, JAXFT_STORE_KEY   as --store-ca, --store-cert, --store-key
+    JAXFT_KEPT                 1: `jaxft keep` runs on this host, for ranks that others start
     JAXFT_PARITY               "host" or "device", where `Snapshotter(parity=...)` says nothing
+    JAXFT_PARITY_KERNEL        what the devices compute parity with: "xla", "pallas_tpu" or
+                               "pallas_gpu" (gpu/check.py says which is fastest)
+    NO_COLOR                   if it is not empty: no colours (no-color.org)
     JAXFT_MEMORY_MAX_MIB       the most memory that a host's snapshots may take (both slots
                                together; default: what its machine and its limits leave)
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
+import socket
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -130,6 +137,34 @@ def own_address(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
     return env.get("JAXFT_ADDRESS", ""), env.get("JAXFT_INTERFACE", "")
 
 
+NO_DOMAIN = "none"
+
+
+def failure_domain(
+    said: str = "", *, one_machine: bool = False, environ: Mapping[str, str] | None = None
+) -> str:
+    """What this host would fail together with, "" for nothing that is known.
+
+    What a person says wins, here or in JAXFT_FAILURE_DOMAIN ("none": nothing). Else the TPU slice
+    that this host is in, where the job has several (MEGASCALE_SLICE_ID), or the switches and the
+    block above the node in SLURM's topology (SLURM_TOPOLOGY_ADDR, "switch1.switch2.node").
+
+    Args:
+        said: by an option.
+        one_machine: all hosts are on this one, and nothing in the environment tells them apart.
+        environ: the environment; by default this process's.
+    """
+    env = os.environ if environ is None else environ
+    named = said or ("" if one_machine else env.get("JAXFT_FAILURE_DOMAIN", ""))
+    if named or one_machine:
+        return "" if named == NO_DOMAIN else named
+    slice_id = env.get("MEGASCALE_SLICE_ID", "")
+    if slice_id and env.get("MEGASCALE_NUM_SLICES", "") != "1":
+        return f"slice{slice_id}"
+    above, _, _ = env.get("SLURM_TOPOLOGY_ADDR", "").rpartition(".")
+    return above
+
+
 class StoreAccess(msgspec.Struct, frozen=True, kw_only=True):
     """How a store in etcd is reached: whom to trust there, and who one is.
 
@@ -206,6 +241,28 @@ def export(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get("JAXFT_EXPORT", "")
 
 
+def is_kept(environ: Mapping[str, str] | None = None) -> bool:
+    """Does `jaxft keep` run on this host, or is about to?"""
+    return (os.environ if environ is None else environ).get("JAXFT_KEPT", "") not in ("", "0")
+
+
+def host_name(environ: Mapping[str, str] | None = None) -> str:
+    """This machine's name, SLURM's if it has given it one, as far as it can be a host's here."""
+    given = (os.environ if environ is None else environ).get("SLURMD_NODENAME", "")
+    name = given or socket.gethostname().partition(".")[0]
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", name)[:63]
+    return name if NAME.fullmatch(name) else "host0"
+
+
+def scheduler_tasks(environ: Mapping[str, str] | None = None) -> int:
+    """How many processes a scheduler has started together with this one; 0 if none says."""
+    env = os.environ if environ is None else environ
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if env.get(name, "").isdigit():
+            return int(env[name])
+    return 0
+
+
 def store_url(environ: Mapping[str, str] | None = None) -> str:
     """The store of the job that this process writes a checkpoint of."""
     return (os.environ if environ is None else environ).get("JAXFT_STORE", "")
@@ -226,8 +283,18 @@ def parity(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get("JAXFT_PARITY", "")
 
 
+def parity_kernel(environ: Mapping[str, str] | None = None) -> str:
+    """The kernel that devices compute parity with, "" where the environment does not say."""
+    return (os.environ if environ is None else environ).get("JAXFT_PARITY_KERNEL", "")
+
+
 def faults_text(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get("JAXFT_FAULTS", "")
+
+
+def no_colour(environ: Mapping[str, str] | None = None) -> bool:
+    """Does a person want no colours, even on a terminal?"""
+    return bool((os.environ if environ is None else environ).get("NO_COLOR", ""))
 
 
 def events_dir(environ: Mapping[str, str] | None = None) -> Path | None:
@@ -239,6 +306,23 @@ def compiler_flags(environ: Mapping[str, str] | None = None) -> str:
     """What the environment tells XLA's compilers."""
     env = os.environ if environ is None else environ
     return "\n".join(f"{name}={env.get(name, '')}" for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS"))
+
+
+# What JAX, XLA, what drives devices, and Python itself look at once, when they are loaded or begin.
+_SURROUNDINGS = (
+    *("JAX_", "XLA_", "PJRT_", "PYTHON", "LIBTPU_", "TPU_", "CUDA_", "NVIDIA_"),
+    *("HIP_", "ROCM_", "ROCR_", "OMP_", "MKL_", "OPENBLAS_"),
+)
+
+
+def surroundings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that JAX, XLA, devices and Python go by, each with a hash of what it says."""
+    env = os.environ if environ is None else environ
+    return {
+        name: hashlib.sha256(value.encode(errors="surrogateescape")).hexdigest()[:8]
+        for name, value in sorted(env.items())
+        if name.startswith(_SURROUNDINGS)
+    }
 
 
 def notebook(environ: Mapping[str, str] | None = None) -> str:
@@ -257,6 +341,17 @@ def run_dir(environ: Mapping[str, str] | None = None) -> Path:
     if base and os.access(base, os.W_OK):
         return Path(base) / "jaxft"
     return Path(tempfile.gettempdir()) / f"jaxft-{os.getuid()}"
+
+
+def others_run_dirs() -> list[Path]:
+    """Those that other users have where this one would have its own by default."""
+    places = [*Path(tempfile.gettempdir()).glob("jaxft-*"), *Path("/run/user").glob("*/jaxft")]
+    found = []
+    for place in sorted(places):
+        with contextlib.suppress(OSError):
+            if place.is_dir() and place.stat().st_uid != os.getuid():
+                found.append(place)
+    return found
 
 
 def host_dir(run: Path, job: str, host: str) -> Path:

@@ -6,19 +6,18 @@ Every host's persist helper calls both functions, in one JAX world with a proces
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import msgspec
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxft.bucket import directory_at
 from jaxft.checkpoint import (
     BYTES,
-    RECORD,
     TREE,
-    Directory,
     Record,
     StoredLeaf,
     names,
@@ -129,7 +128,7 @@ def _spread(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
 
 
 def write(
-    directory: Path,
+    directory: str | os.PathLike[str],
     record: Record,
     values: Mapping[int, Any],
     empty: Sequence[Leaf],
@@ -140,7 +139,7 @@ def write(
     """Writes a checkpoint; every process of the JAX world calls it.
 
     Args:
-        directory: of the checkpoints.
+        directory: of the checkpoints, a path or a URL.
         record: what the checkpoint is; its number is given here.
         values: for each leaf of the record that is not only there, by number, its array: of its
             own dtype for the tree, of its bytes (uint8, one dimension more) for what is stored as
@@ -152,7 +151,7 @@ def write(
     """
     import orbax.checkpoint as ocp
 
-    target = Directory(directory)
+    target = directory_at(directory)
     written = target.writing(record.id)
     is_first = jax.process_index() == 0
     if is_first:
@@ -173,10 +172,8 @@ def write(
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
             checkpointer.save(written, args=ocp.args.Composite(**items))
     if is_first:
-        written.mkdir(exist_ok=True)  # where there is nothing but scalars, the record has them all
-        (written / RECORD).write_bytes(msgspec.json.encode(record))
         may_commit()
-        target.commit(written, record.step)
+        target.commit(written, record)
         if keep is not None:
             target.retain(record, keep)
 

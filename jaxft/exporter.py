@@ -22,7 +22,7 @@ import msgspec
 
 from jaxft import config
 from jaxft.apart import begin_apart
-from jaxft.checkpoint import Directory
+from jaxft.bucket import directory_at
 from jaxft.errors import ConfigError, NothingRecoverable
 from jaxft.faults import reach
 from jaxft.group.messages import RankOptions
@@ -66,7 +66,12 @@ class Exporter:
         self.export = export
         self.store = config.store_url()
         # Before anything is written: a directory that cannot be read is no empty one.
-        self.stored = tuple(one.entry for one in Directory(Path(export.directory)).found())
+        if export.keep:
+            self.stored = tuple(one.entry for one in directory_at(export.directory).found())
+        else:
+            from jaxft.orbax.exported import stored
+
+            self.stored = stored(export.directory)
 
     def run(self) -> None:
         """Writes what the root chooses, unless storage has it already.
@@ -77,7 +82,6 @@ class Exporter:
         """
         import jax
 
-        from jaxft.export import write
         from jaxft.restorer import agree
         from jaxft.startup import initialize
 
@@ -96,15 +100,20 @@ class Exporter:
         copied = agree(client, lambda told: self._copy(client, told), WAIT_S)
         if copied is not None:
             reach("export.copied", host=env.host, rank=env.rank)
-            write(
-                Path(self.export.directory),
-                *copied,
-                keep=self.export.keep,
-                may_commit=self._may_commit,
-            )
+            self._write(copied)
             _log.info("step %d is written", copied.record.step)
         if env.ranks > 1:
             jax.distributed.shutdown()  # type: ignore[no-untyped-call]
+
+    def _write(self, copied: Copied) -> None:
+        from jaxft.export import write
+        from jaxft.orbax.exported import write_as_saved
+
+        directory, keep = self.export.directory, self.export.keep
+        if keep:
+            write(directory, *copied, keep=keep, may_commit=self._may_commit)
+        else:
+            write_as_saved(directory, copied, may_commit=self._may_commit)
 
     def _copy(self, client: SmpClient, told: p.PlanTold) -> Copied | None:
         """This host's share of the chosen snapshot; None where storage has the newest."""
@@ -120,6 +129,18 @@ class Exporter:
         if plan.chosen is None or plan.chosen in {entry.id for entry in self.stored}:
             _log.info("storage has step %d already", plan.step)
             return None
+        if not self.export.keep:
+            from jaxft.orbax.exported import is_deleted
+
+            if is_deleted(self.export.directory, plan.chosen):
+                _log.info("step %d was deleted by its script", plan.step)
+                return None
+            ahead = max((entry.step for entry in self.stored), default=plan.step - 1)
+            if ahead >= plan.step:
+                raise ConfigError(
+                    f"storage has step {ahead}, and Orbax writes none up to it: step {plan.step} "
+                    "is in memory only"
+                )
         reader = SnapshotReader(
             client, plan.chosen, told.own, attempt=plan.attempt, timeout_s=WAIT_S
         )

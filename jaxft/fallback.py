@@ -22,10 +22,10 @@ import msgspec
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from jaxft.bucket import directory_at, whole_name
 from jaxft.checkpoint import (
     BYTES,
     TREE,
-    Directory,
     Record,
     StoredLeaf,
     names,
@@ -47,12 +47,14 @@ class OrbaxFallback:
 
     Args:
         directory: of the checkpoints, as for `orbax.checkpoint.CheckpointManager`; one that all
-            hosts see (a mounted file system; renaming a directory in it must be atomic).
+            hosts see (a mounted file system; renaming a directory in it must be atomic), or
+            gs://BUCKET/PATH (needs `pip install "jaxft[gcs]"`).
         every: steps from one checkpoint to the next, at least.
         keep: how many of jaxft's checkpoints stay.
 
     Raises:
-        ConfigError: a value out of range, or a directory that is no path, or cannot be written to.
+        ConfigError: a value out of range, or a directory that is no path or bucket, or cannot be
+            written to.
     """
 
     directory: str | os.PathLike[str]
@@ -61,16 +63,13 @@ class OrbaxFallback:
 
     def __post_init__(self) -> None:
         text = os.fspath(self.directory)
-        if not text or "://" in text:
-            raise ConfigError(
-                f'OrbaxFallback: directory "{text}" is not a path; give a local directory, or one '
-                "of a mounted file system"
-            )
+        if not text:
+            raise ConfigError("OrbaxFallback: the directory is an empty string")
         for name, value in (("every", self.every), ("keep", self.keep)):
             if type(value) is not int or value < 1:
                 raise ConfigError(f"OrbaxFallback: {name} must be an int from 1, found {value!r}")
-        object.__setattr__(self, "directory", os.path.abspath(text))
-        Directory(Path(self.directory)).check_writable()
+        object.__setattr__(self, "directory", whole_name(text))
+        directory_at(text).check_writable()
 
     def check_job(self, job: str) -> None:
         """Refuses a directory in which another job's checkpoints are.
@@ -78,7 +77,7 @@ class OrbaxFallback:
         Raises:
             ConfigError: there are.
         """
-        Directory(Path(self.directory)).check_job(job)
+        directory_at(self.directory).check_job(job)
 
     def entries(self) -> tuple[StorageEntry, ...]:
         """The checkpoints that are whole, by ascending step.
@@ -86,7 +85,7 @@ class OrbaxFallback:
         Raises:
             RestoreError: the directory cannot be read.
         """
-        return tuple(found.entry for found in Directory(Path(self.directory)).found())
+        return tuple(found.entry for found in directory_at(self.directory).found())
 
     def restore(
         self, entry: StorageEntry, like: Any, *, strict: bool = True
@@ -106,7 +105,7 @@ class OrbaxFallback:
             TreeMismatch: a leaf that is missing, too many, or of another shape, dtype or kind.
             RestoreError: the checkpoint is not there any more, or not as jaxft wrote it.
         """
-        found = Directory(Path(self.directory)).find(entry)
+        found = directory_at(self.directory).find(entry)
         if found.record is None:
             return _restore_plain(found.path, like, strict), {}
         extras = {

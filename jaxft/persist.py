@@ -37,7 +37,7 @@ from jaxft import config
 from jaxft.apart import begin_apart, lower_priority
 from jaxft.errors import ConfigError, JaxftError, SnapshotLost
 from jaxft.faults import reach
-from jaxft.group.messages import PersistOrder
+from jaxft.group.messages import PersistOrder, RankOptions
 from jaxft.host import protocol as p
 from jaxft.host.client import SmpClient, greeting
 from jaxft.launch.standing import check_current
@@ -78,6 +78,7 @@ class Helper:
         self.env = env
         self.number = number
         self._written = False
+        self._wanted = client.welcome.options
 
     def run(self) -> int:
         """Does it; returns the exit status. 0: the checkpoint is written, by all."""
@@ -157,7 +158,7 @@ class Helper:
         from jaxft.export import copy, write
         from jaxft.restorer import SnapshotReader
 
-        order, options = told.order, self.client.welcome.options
+        order, options = told.order, self.wishes()
         if order.id is None or options is None or not options.directory:
             raise ConfigError("this host's ranks named no directory for checkpoints")
         reader = SnapshotReader(self.client, order.id, told.own, attempt=None, timeout_s=COPY_S)
@@ -170,11 +171,17 @@ class Helper:
         del reader
         self._reach("writing")
         write(
-            Path(options.directory),
+            options.directory,
             *copied,
             keep=options.persist_keep,
             may_commit=self._may_commit,
         )
+
+    def wishes(self) -> RankOptions | None:
+        """What this host's ranks want. An SMP that was started again does not know it before they
+        have come back; then what the one before it has said counts."""
+        self._wanted = self.client.welcome.options or self._wanted
+        return self._wanted
 
     # -------------------------------------------------------------------- the order
 

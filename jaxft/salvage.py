@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxft import config
 from jaxft.apart import set_jax_apart
-from jaxft.checkpoint import Directory
+from jaxft.bucket import directory_at, whole_name
 from jaxft.config import StoreAccess
 from jaxft.errors import (
     ConfigError,
@@ -89,7 +89,7 @@ class _Stored(NamedTuple):
 
 def export(
     job: str,
-    directory: Path,
+    directory: str | os.PathLike[str],
     *,
     step: int | None = None,
     store: str = "",
@@ -129,7 +129,7 @@ def export(
         memory = Shares.create("export")
         stack.callback(memory.close)
         set_jax_apart(1)
-        return _Export(job, directory, step, found, network, memory).run()
+        return _Export(job, whole_name(directory), step, found, network, memory).run()
 
 
 def _no_job(job: str, jobs: Sequence[str], silent: Sequence[str], stored: _Stored) -> str:
@@ -240,7 +240,7 @@ class _Export:
     def __init__(
         self,
         job: str,
-        directory: Path,
+        directory: str,
         step: int | None,
         found: Sequence[Found],
         network: Network,
@@ -257,8 +257,8 @@ class _Export:
         self.why = ""
 
     def run(self) -> int:
-        Directory(self.directory).check_writable()
-        Directory(self.directory).check_job(self.job)
+        directory_at(self.directory).check_writable()
+        directory_at(self.directory).check_job(self.job)
         self._check_manager()
         for attempt in range(1, TRIES_MAX + 1):
             holders = self._holders()
@@ -284,8 +284,8 @@ class _Export:
         """Refuses a directory in which another job's `jaxft.orbax` manager writes."""
         from jaxft.orbax.storage import JOB
 
-        path = self.directory / JOB
-        other = path.read_text().strip() if path.is_file() else ""
+        path = directory_at(self.directory).path / JOB
+        other = path.read_text().strip() if path.exists() else ""
         if other not in ("", self.job):
             raise ConfigError(
                 f"{self.directory} is job {other}'s ({path} says so), and this is job {self.job}: "
@@ -298,15 +298,16 @@ class _Export:
         Raises:
             ConfigError: something else has its step; it would be lost.
         """
-        from jaxft.orbax.storage import entry_at
+        from jaxft.orbax.exported import stored
 
-        path = self.directory / str(step)
-        if not path.exists() or (found := entry_at(step, path).id) == identity:
-            return path.exists()
+        there = [entry.id for entry in stored(self.directory) if entry.step == step]
+        if not there or identity in there:
+            return bool(there)
+        found = there[0]
         other = "one that jaxft knows nothing of" if found is None else f"snapshot {found}"
         raise ConfigError(
-            f"{path} is there, and is {other}; the snapshot in memory is {identity}. Name another "
-            "directory, or move that step away"
+            f"{self.directory} has step {step}, which is {other}; the snapshot in memory is "
+            f"{identity}. Name another directory, or move that step away"
         )
 
     # -------------------------------------------------------------------- what there is
@@ -401,12 +402,10 @@ class _Export:
         return copy(plan.chosen, self.job, lineage, recall.manifests(), bring, mesh)
 
     def _write(self, step: int, copied: Copied) -> None:
-        from jaxft.export import write
-        from jaxft.orbax.exported import write_items
+        from jaxft.orbax.exported import write_as_saved
 
         try:
-            if not write_items(self.directory, copied):
-                write(self.directory, *copied, keep=None, may_commit=lambda: None)
+            write_as_saved(self.directory, copied)
         except OSError as error:
             raise JaxftError(
                 f"step {step} of job {self.job} could not be written to {self.directory}: "
@@ -481,7 +480,7 @@ def main(
     """`jaxft export`."""
     return export(
         job,
-        Path(os.path.abspath(directory)),
+        whole_name(directory),
         step=step,
         store=store,
         access=access,

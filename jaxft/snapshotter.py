@@ -4,9 +4,8 @@
         in a background thread:  slot granted -> copied and checksummed into it -> staged
         in the SMPs:             coded -> committed or aborted -> protected
 
-Every rank decides by what all ranks know at that call: the steps of the snapshots before, and the
-intervals that came with their outcomes. So all ranks begin the same snapshots, and nobody is asked.
-While snapshots are held (a host's SMP cannot hear the root's) no call waits and none is begun.
+What a call is, `saving.due` says; `saving.filling` has the background thread; and what becomes of a
+snapshot, `saving.open_receipts` tells its receipt.
 """
 
 from __future__ import annotations
@@ -14,16 +13,13 @@ from __future__ import annotations
 import functools
 import logging
 import operator
-import queue
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
-import msgspec
 from jax.profiler import TraceAnnotation
 
 from jaxft import config
@@ -35,31 +31,29 @@ from jaxft.device.transfer import (
     check_staging,
     gatherer_for,
     stage_leaves,
-    wait_computed,
 )
 from jaxft.errors import (
     ConfigError,
     JaxftError,
     MemoryLimitError,
-    PeerUnreachable,
-    SnapshotAborted,
-    SnapshotError,
     SnapshotLost,
-    SnapshotSkipped,
     StagingError,
 )
 from jaxft.extras import encode_extras
 from jaxft.fallback import OrbaxFallback
 from jaxft.faults import arm, reach
-from jaxft.group.manifest import Part, SnapshotId
-from jaxft.group.messages import Measured, Outcome, RankOptions, Turn
+from jaxft.group.manifest import SnapshotId
+from jaxft.group.messages import RankOptions
 from jaxft.group.world import Code
 from jaxft.host import protocol as p
 from jaxft.host.client import SmpClient, greeting
 from jaxft.overhead import Auto, Meter
-from jaxft.receipt import Receipt, SkippedReceipt
+from jaxft.receipt import Receipt
 from jaxft.restorer import Restored, restore
-from jaxft.schedule import AwaitTurn, Begin, Missed, Schedule, Skip
+from jaxft.saving.due import DueCalls
+from jaxft.saving.filling import Filler, Job
+from jaxft.saving.open_receipts import OpenReceipts
+from jaxft.schedule import Begin
 from jaxft.startup import leaves_by, rank_options, take_seat
 from jaxft.status.events import EventLog
 from jaxft.watched import be_watched
@@ -69,31 +63,9 @@ _log = logging.getLogger(__name__)
 Parity = Literal["host", "device"]
 
 
-class _Job(NamedTuple):
-    """A snapshot on its way into the slot; `staged` is why it is not, where a leaf failed."""
-
-    seq: int
-    step: int
-    plan: Plan
-    staged: StagedLeaves | StagingError
-    extras: bytes
-    receipt: Receipt
-    step_s: float
-    call: int
-    measured: Measured
-
-
 # Runs the step that this call is within, and gives the bytes of the state it was given. What it is
 # handed: the snapshot, its plan, the state's leaves, and what stages them as `save` does.
 RunStep = Callable[[SnapshotId, Plan, list[Any], Callable[[], StagedLeaves]], StagedLeaves]
-
-
-class _Quiet(NamedTuple):
-    """Until something is learned, no call of `save` before step `until` is due, and `why`."""
-
-    until: int
-    why: str
-    code: Code
 
 
 class Snapshotter:
@@ -113,8 +85,14 @@ class Snapshotter:
         fallback: where checkpoints go and come from when memory is not enough.
         fresh: begin anew, whatever the job's memory holds.
         job: the job's name in a script that was not started by `jaxft run` (named after the script
-            if None). Such a script is alone; its memory outlives its crashes in a process that is
-            started beside it.
+            if None). Without a store such a script is alone; its memory outlives its crashes in a
+            process that is started beside it.
+        store: where the hosts of such a script meet, if a scheduler has started it as many ranks
+            (`srun python train.py`): a URL as for `jaxft run --store`. Call
+            `jax.distributed.initialize()` before. A script that `jaxft run` has started has that
+            run's store, whatever is said here, and its code.
+        code: how many hosts may be lost, with `store`: a `Code`, or "K+M"; 3+1 by default, with as
+            much parity as there are hosts for.
         timeout_s: for everything that other processes have to do before `restore` can return.
         save_wait_s: how long a due `save` waits for the outcome of the snapshot before. It does not
             wait at all while snapshots are held.
@@ -136,6 +114,8 @@ class Snapshotter:
         fallback: OrbaxFallback | None = None,
         fresh: bool = False,
         job: str | None = None,
+        store: str = "",
+        code: Code | str = "",
         timeout_s: float = 600.0,
         save_wait_s: float = 60.0,
     ) -> None:
@@ -147,7 +127,9 @@ class Snapshotter:
         self.fallback = fallback
         self._fresh = fresh
         rank_options(every, None)  # what cannot work is refused first
-        self._seat = take_seat(job, lambda: rank_options(every, fallback).newest_generation)
+        self._seat = take_seat(
+            job, lambda: rank_options(every, fallback).newest_generation, store, _check_code(code)
+        )
         self.env = self._seat.env
         options = self._options(every)
         hello = greeting(
@@ -167,23 +149,19 @@ class Snapshotter:
         self._plans = PlanCache(rings=self.rings)
         self._wraps = False
         self._gatherer = gatherer_for(self.staging)
-        self._lock = threading.Lock()  # guards the next six, which both threads change
-        self._quiet: _Quiet | None = None
-        self._schedule = Schedule()
         self._page = be_watched()
-        self._counter = self._page.counter  # of calls, which the agent looks at
-        self._meter = Meter() if isinstance(every, Auto) else None
-        self._receipts: dict[int, Receipt] = {}
-        self._latest_step: int | None = None
-        self._last_failure: JaxftError | None = None
+        self._receipts = OpenReceipts(self.env.host, self.client)
+        meter = Meter() if isinstance(every, Auto) else None
+        self._due = DueCalls(
+            self.client, self._receipts, self._events, self._page, meter, self.save_wait_s
+        )
+        self._filler = Filler(
+            self.client, self.env.rank, self._receipts, self._gatherer, self.timeout_s
+        )
         self._begun = False
-        self._held = ""
         self._closed = False
-        self._jobs: queue.Queue[_Job | None] = queue.Queue()
-        self._worker = threading.Thread(target=self._work, daemon=True, name="jaxft-stage")
-        self._worker.start()
         self.client.listeners.append(self._heard)
-        self.client.failure_listeners.append(self._end_receipts)
+        self.client.failure_listeners.append(self._receipts.end_all)
 
     def _options(self, every: int | str | Auto) -> RankOptions:
         """What this rank asks of its world. Another job's checkpoints are refused: restoring would
@@ -310,7 +288,7 @@ class Snapshotter:
         began_s = time.monotonic()
         if type(step) is not int:
             step = _check_step(step)
-        receipt = None if force else self._skip(step, began_s)
+        receipt = None if force else self._due.skip(step, began_s)
         if receipt is not None:
             return receipt
         with TraceAnnotation("jaxft.save"):  # what a profile of the training shows it as
@@ -333,7 +311,7 @@ class Snapshotter:
         began_s = time.monotonic()
         self._wraps = True
         step = _check_step(step)
-        receipt = self._skip(step, began_s)
+        receipt = self._due.skip(step, began_s)
         if receipt is None:
             receipt = self._save(step, state(), extras(), began_s, run)
             receipt.stall_s = time.monotonic() - began_s
@@ -342,24 +320,7 @@ class Snapshotter:
     def skip(self, step: int) -> Receipt | None:
         """`save` in a call that is known not to be due, for whoever has to make the state and the
         extras first. None: it may be due, and `save` has to be called."""
-        return self._skip(_check_step(step), time.monotonic())
-
-    def _skip(self, step: int, now_s: float) -> Receipt | None:
-        """A call that is known not to be due. Most calls are, each just after a step that has left
-        cold caches: nothing is touched that is not needed."""
-        with self._lock:
-            quiet = self._quiet
-            if quiet is None or step >= quiet.until:
-                return None
-            self._schedule.skip(step, now_s)
-            self._counter[0] = self._schedule.calls
-        if self._events.is_on:
-            self._events.emit("save_skipped", step=step, due_step=quiet.until)
-        receipt = SkippedReceipt(step, quiet.code, quiet.why, self._last_failure)
-        receipt.stall_s = time.monotonic() - now_s
-        if self._meter is not None:
-            self._meter.skipped(receipt.stall_s)
-        return receipt
+        return self._due.skip(_check_step(step), time.monotonic())
 
     def _save(
         self,
@@ -377,133 +338,17 @@ class Snapshotter:
         if not self._begun:
             self._begin(state)
             now_s = time.monotonic()
-        self._schedule.called(step, now_s)
-        with self._lock:
-            self._quiet = None
-            self._schedule.enter(forced=force)
-            self._counter[0] = self._schedule.calls
-        self._meter_called(step, state, now_s)
+        due, within = self._due, run is not None
+        due.enter(step, state, now_s, forced=force)
         planned = None
-        if self._schedule.is_due(step):  # a tree that cannot be saved is refused before it begins
+        if due.is_due(step):  # a tree that cannot be saved is refused before it begins
             planned = self._plans.find(state)
-        decision, receipt = self._decide(step)
-        if isinstance(decision, Skip):
-            self._events.emit("save_skipped", step=step, due_step=decision.due_step)
-        elif isinstance(decision, Begin):
+        decision, receipt = due.decide(step)
+        if isinstance(decision, Begin):
             plan, values = planned or self._plans.find(state)
             self._begin_snapshot(receipt, decision.seq, plan, values, encoded, run)
-        with self._lock:
-            if self._meter is not None and (run is None or not isinstance(decision, Begin)):
-                self._meter.left(time.monotonic(), skipped=isinstance(decision, Skip))
-            self._find_quiet(receipt)
+        due.leave(decision, receipt, within=within)
         return receipt
-
-    def _find_quiet(self, receipt: Receipt) -> None:
-        """Are the calls after this one, which was skipped, known not to be due?"""
-        until = self._schedule.due_step
-        if receipt.skipped is None or until is None or not self._schedule.quiet:
-            return
-        if self._meter is None or not self._meter.watching:
-            self._quiet = _Quiet(until, _why_not(until), receipt.code)
-
-    def _meter_called(self, step: int, state: Any, now_s: float) -> None:
-        """A step that is measured ends when its state is there."""
-        if self._meter is None:
-            return
-        is_measured = self._meter.watching or self._schedule.is_due(step)
-        if is_measured and wait_computed(state):
-            now_s = time.monotonic()
-        with self._lock:
-            self._meter.called(step, now_s)
-
-    def _decide(self, step: int) -> tuple[Skip | Begin | None, Receipt]:
-        """What this call is. One that is due waits for the outcome of the snapshot before, unless
-        snapshots are held; None: it ends without, and its receipt says why."""
-        assert self.client.settled is not None, "it is waited for before the first save"
-        self._schedule.first_interval = self.client.settled.interval
-        began_s = time.monotonic()
-        wait_s = 0.0
-        while True:
-            with self._lock:
-                decision = self._schedule.decide(step, held=bool(self.client.held))
-            if isinstance(decision, Skip | Begin):
-                return decision, self._receipt(step, wait_s, decision)
-            error: JaxftError | None = None
-            try:
-                if isinstance(decision, AwaitTurn):
-                    self._wait_for_turn(decision.number, began_s + self.save_wait_s)
-                else:
-                    self._wait_for(decision.seq, began_s + self.save_wait_s)
-            except JaxftError as failure:
-                error = failure
-            wait_s = time.monotonic() - began_s
-            if error is not None:
-                receipt = self._receipt(step, wait_s)
-                self._let_pass(receipt, error)
-                return None, receipt
-
-    def _receipt(self, step: int, wait_s: float, decision: Skip | Begin | None = None) -> Receipt:
-        receipt: Receipt
-        if isinstance(decision, Skip):
-            why = _why_not(decision.due_step)
-            receipt = SkippedReceipt(step, self.code, why, self._last_failure)
-        else:
-            receipt = Receipt(step, self.code, last_failure=self._last_failure)
-        receipt.wait_s = wait_s
-        return receipt
-
-    def _wait_for_turn(self, number: int, deadline_s: float) -> None:
-        """Waits until it is known which call snapshot out of turn `number` is to be. If that does
-        not come, this call goes on without.
-
-        Raises:
-            JaxftError: the connection is lost.
-        """
-
-        def known_or_held() -> bool | None:
-            return self._schedule.knows_turn(number) or bool(self.client.held) or None
-
-        what = f"the word which call of save is snapshot out of turn {number}"
-        try:
-            self.client.wait(known_or_held, max(0.0, deadline_s - time.monotonic()), what)
-        except PeerUnreachable as error:
-            if self.client.failure is not None:
-                raise
-            _log.warning("%s", error)
-        with self._lock:
-            if not self._schedule.knows_turn(number):
-                self._schedule.break_promise()
-
-    def _wait_for(self, seq: int, deadline_s: float) -> None:
-        """Waits until this rank has learned the outcome of `seq`.
-
-        Raises:
-            SnapshotAborted: snapshots are held.
-            JaxftError: none came by then, or the connection is lost.
-        """
-
-        def known_or_held() -> bool | None:
-            return seq in self._schedule.outcomes or bool(self.client.held) or None
-
-        what = f"the outcome of snapshot {seq} (every rank has to call save with the same steps)"
-        self.client.wait(known_or_held, max(0.0, deadline_s - time.monotonic()), what)
-        if self.client.held:
-            raise SnapshotAborted(f"no snapshot is begun for now: {self.client.held}")
-
-    def _let_pass(self, receipt: Receipt, error: JaxftError) -> None:
-        """A due call ends without a snapshot; training goes on."""
-        # What holds snapshots was said when it began; not again with every call.
-        self._fail(receipt, error, loud=not isinstance(error, SnapshotAborted))
-        with self._lock:
-            missed = self._schedule.let_pass(receipt.step)
-            if self._meter is not None:
-                self._meter.spoil()
-        self._say_missed(missed, str(error))
-
-    def _say_missed(self, missed: Missed | None, reason: str) -> None:
-        if missed is not None:
-            told = p.Missed(seq=missed.seq, step=missed.step, reason=reason, call=missed.call)
-            self.client.say(told, open_as="missed")
 
     def _begin_snapshot(
         self,
@@ -517,19 +362,13 @@ class Snapshotter:
         """Holds the state's bytes, and leaves the rest to the background thread."""
         step = receipt.step
         receipt.id = SnapshotId(self.env.generation, seq, self.env.nonce)
-        measured = Measured()
-        with self._lock:
-            self._receipts[seq] = receipt
-            if self._meter is not None:
-                self._meter.begins(seq)
-                measured = self._meter.measured()
-                if run is not None:  # what follows is a step, which is slower for the snapshot
-                    self._meter.left(time.monotonic(), skipped=False)
+        self._receipts.open(seq, receipt)
+        measured = self._due.begin(seq, within=run is not None)
         self._events.emit("saved", seq=seq, step=step, wait_s=receipt.wait_s)
         reach("save.begun", rank=self.env.rank, seq=seq, step=step)
         decided = self.client.outcomes.get(seq)
         if decided is not None:  # another host could not take it
-            self._decided(decided)
+            self._receipts.decide(decided)
             return
         staged: StagedLeaves | StagingError
         try:
@@ -541,16 +380,17 @@ class Snapshotter:
                 staged = run(receipt.id, plan, values, stage)
                 receipt.parity = "device" if staged.parity_bytes else "host"
         except StagingError as error:
-            self._fail(receipt, error)
+            self._receipts.fail(receipt, error)
             staged = error
         except BaseException as error:
             # It has begun, on other ranks too, which wait for its outcome.
             staged = StagingError(str(error) or repr(error))
-            self._fail(receipt, staged)
+            self._receipts.fail(receipt, staged)
             raise
         finally:
-            step_s, call = self._schedule.step_s, self._schedule.calls
-            self._jobs.put(_Job(seq, step, plan, staged, extras, receipt, step_s, call, measured))
+            known = self._due.schedule
+            step_s, call = known.step_s, known.calls
+            self._filler.put(Job(seq, step, plan, staged, extras, receipt, step_s, call, measured))
 
     def _mind_parity(self, plan: Plan, seq: int) -> None:
         """Says once that `save` leaves parity to the hosts. (What `restore` has brought, the start
@@ -562,234 +402,54 @@ class Snapshotter:
                 "parity of what save takes"
             )
 
-    # -------------------------------------------------------------------- the background thread
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                self._put_into_slot(job)
-            except JaxftError as error:
-                self._say_failed(job, error)
-            except Exception as error:  # noqa: BLE001 - its receipt says it, and training goes on
-                _log.exception("snapshot %d of step %d", job.seq, job.step)
-                self._say_failed(job, StagingError(f"it could not be copied: {error!r}"))
-            plan = job.plan
-            del job  # the last reference to the state's bytes
-            self._gatherer.prepare(plan, may_go_on=self._jobs.empty)
-
-    def _put_into_slot(self, job: _Job) -> None:
-        """Copies the part into the granted slot and tells the SMP."""
-        if isinstance(job.staged, StagingError):
-            raise job.staged
-        client = self.client
-        self._want_slot(job)
-
-        def answered() -> bool | None:
-            known = job.seq in client.granted or job.seq in client.outcomes
-            return known or bool(client.held) or None
-
-        client.wait(answered, self.timeout_s, f"a slot for snapshot {job.seq}")
-        if job.seq in client.outcomes:  # aborted meanwhile
-            return
-        if job.seq not in client.granted:  # the bytes are not kept for as long as that lasts
-            raise SnapshotAborted(f"it had no slot yet: {client.held}")
-        granted = client.granted[job.seq]
-        nbytes = job.staged.length
-        arena = client.slot(granted.slot, granted.base + nbytes)
-        arena.map_pages(granted.base, nbytes)
-        view = arena.view(granted.base, nbytes)
-        reach("stage.granted", rank=self.env.rank, seq=job.seq, step=job.step)
-        checksums = job.staged.copy_into(view, on_progress=lambda done: self._copied(job, done))
-        reach("stage.copied", rank=self.env.rank, seq=job.seq, step=job.step)
-        part = Part(
-            rank=self.env.rank,
-            base=granted.base,
-            length=nbytes,
-            ranges=job.plan.ranges,
-            checksums=checksums,
-            extras=job.extras,
-            lanes=job.plan.spans,
-            parity=job.plan.length if job.staged.parity_bytes else 0,
-        )
-        leaves = msgspec.msgpack.encode(job.staged.leaves + job.plan.empty)
-        client.say(p.Staged(seq=job.seq, part=part, leaves=leaves), open_as="staged")
-        reach("stage.told", rank=self.env.rank, seq=job.seq, step=job.step)
-
-    def _want_slot(self, job: _Job) -> None:
-        self.client.close_open("staged", "failed")
-        nbytes, given = job.plan.length, 0
-        if isinstance(job.staged, StagedLeaves) and job.staged.parity_bytes:
-            assert job.plan.lanes is not None, "there is no parity without lanes"
-            nbytes = job.staged.length
-            given = job.plan.lanes.end + job.staged.parity_bytes
-        want = p.WantSlot(
-            seq=job.seq,
-            step=job.step,
-            plan=job.plan.digest,
-            nbytes=nbytes,
-            step_s=job.step_s,
-            call=job.call,
-            measured=job.measured,
-            given=given,
-        )
-        self.client.say(want, open_as="slot")
-
-    def _copied(self, job: _Job, done_bytes: int) -> None:
-        if 2 * done_bytes >= job.plan.length:
-            reach("stage.half", rank=self.env.rank, seq=job.seq, step=job.step)
-
-    def _say_failed(self, job: _Job, error: JaxftError) -> None:
-        """This rank has no part of this snapshot: the root is told, and aborts it for all."""
-        self._fail(job.receipt, error)
-        self._want_slot(job)
-        reason = f"rank {self.env.rank}, step {job.step}: {error}"
-        self.client.say(p.StagingFailed(seq=job.seq, reason=reason), open_as="failed")
-
-    def _fail(self, receipt: Receipt, error: JaxftError, *, loud: bool = True) -> None:
-        """Ends a receipt with an error that names host and step; the first one is the cause."""
-        kind = type(error) if isinstance(error, SnapshotError) else SnapshotLost
-        failure = kind(f"host {self.env.host}, step {receipt.step}: {error}")
-        if not receipt.protected.done():
-            # What ended the connection for good was said when it did.
-            if loud and error is not self.client.failure:
-                _log.error("%s", failure)
-            with self._lock:
-                self._last_failure = failure
-        receipt.fail(failure)
-
     # -------------------------------------------------------------------- what the SMP says
 
     def _heard(self, message: p.ServerMessage) -> None:
         """Called in the connection's thread."""
         match message:
             case p.StagedTold():
-                with self._lock:
-                    receipt = self._receipts.get(message.seq)
-                if receipt is not None:
-                    receipt.stage()
+                self._receipts.stage(message.seq)
             case p.OutcomeTold():
-                self._learn(message.outcome)
-                self._decided(message.outcome)
+                self._due.learn(message.outcome)
+                self._receipts.decide(message.outcome)
             case p.HeldTold():
-                self._held_told(message.reason)
+                self._due.hold(self.env.host, message.reason)
             case p.TurnTold():
-                self._turn_told(message.turn)
+                self._due.hear(message.turn)
             case p.PersistTold():
-                self._persist_told(message)
-
-    def _learn(self, outcome: Outcome) -> None:
-        """What the schedule makes of an outcome; calls of `save` that wait for it go on."""
-        with self._lock:
-            self._quiet = None
-            unbegun = outcome.seq >= self._schedule.seq and not outcome.ok
-            missed = self._schedule.learn(outcome)
-            if self._meter is not None:
-                self._meter.decided(outcome.seq, time.monotonic(), ok=outcome.ok)
-            if unbegun:
-                self._last_failure = SnapshotAborted(
-                    f"host {self.env.host}, step {outcome.step}: snapshot {outcome.seq} was "
-                    f"aborted before it began here: {outcome.reason}"
-                )
-                _log.error("%s", self._last_failure)
-        self.client.notify()
-        # It was due at a call that is over: other ranks may have begun it there.
-        self._say_missed(missed, f"the outcome of snapshot {outcome.seq} was not known here yet")
-
-    def _turn_told(self, turn: Turn) -> None:
-        """The root asks for the last call of `save`, or names the one that is to be a snapshot."""
-        with self._lock:
-            self._quiet = None
-            answer, missed = self._schedule.hear(turn)
-        self.client.notify()
-        if answer is not None:
-            told = p.LastCall(number=answer.number, call=answer.call)
-            self.client.say(told, open_as="turn")
-        self._say_missed(missed, f"its call {turn.call} of save was to be a snapshot out of turn")
-
-    def _held_told(self, reason: str) -> None:
-        """Said once when it begins and once when it is over, not with every call of `save`."""
-        if reason and not self._held:
-            _log.warning(
-                "host %s: no snapshot can be protected for now, training goes on: %s",
-                self.env.host,
-                reason,
-            )
-        elif self._held and not reason:
-            _log.warning("host %s: snapshots go on", self.env.host)
-        self._held = reason
-
-    def _decided(self, outcome: Outcome) -> None:
-        """Ends the snapshot's receipt; one that goes to storage stays open for that."""
-        with self._lock:
-            receipt = self._receipts.get(outcome.seq)
-            if not (outcome.ok and outcome.persist):
-                self._receipts.pop(outcome.seq, None)
-            if outcome.ok:
-                self._latest_step = outcome.step
-                self._last_failure = None
-        if receipt is None:
-            return
-        if not outcome.ok:
-            what = f"snapshot {outcome.seq} was aborted: {outcome.reason}"
-            self._fail(receipt, SnapshotAborted(what))
-            return
-        receipt.protect()
-        if not outcome.persist:
-            receipt.fail(SnapshotSkipped(f"step {outcome.step} was not chosen for storage"))
-
-    def _persist_told(self, message: p.PersistTold) -> None:
-        order = message.order
-        if order.id is None or not order.result:
-            return
-        with self._lock:
-            receipt = self._receipts.pop(order.id.seq, None)
-        if receipt is None:
-            return
-        if order.result == "written":
-            receipt.persist(order.step)
-        else:
-            receipt.fail(SnapshotError(f"step {order.step} was not persisted: {order.result}"))
-
-    def _end_receipts(self, error: JaxftError) -> None:
-        """Nothing that is still open can be known any more, for example: the SMP is lost."""
-        with self._lock:
-            receipts, self._receipts = self._receipts, {}
-        for receipt in receipts.values():
-            self._fail(receipt, error)
+                self._receipts.persist(message.order)
 
     # -------------------------------------------------------------------- the rest
 
     @property
     def code(self) -> Code:
         """What protects this host's snapshots: the code of its group."""
-        return Code.parse(self.client.welcome.code)
+        return self._due.code
 
     @property
     def latest(self) -> int | None:
         """The step of the newest snapshot that is protected, as far as this rank knows."""
-        with self._lock:
-            return self._latest_step
+        return self._receipts.latest_step
 
     def is_due(self, step: int) -> bool:
         """Would a call of `save` with this step take a snapshot, unless what is on its way now, or
         one out of turn, changes that? It does not count as a call."""
-        with self._lock:
-            return self._schedule.is_due(step)
+        return self._due.is_due(step)
 
     @property
     def next_seq(self) -> int:
         """The number that the next snapshot will have in its identity."""
-        return self._schedule.seq
+        return self._due.schedule.seq
 
     @property
     def turn(self) -> int:
         """The number of the last snapshot out of turn that was begun here; 0 before any."""
-        return self._schedule.taken
+        return self._due.schedule.taken
 
     @property
     def step(self) -> int | None:
         """The step of the last call of `save`, or what was restored; None before either."""
-        return self._schedule.last_step
+        return self._due.schedule.last_step
 
     def close(self, *, timeout_s: float = 30.0, failing: bool = False) -> None:
         """Waits for the snapshot in progress to be decided, and ends.
@@ -804,29 +464,28 @@ class Snapshotter:
         """
         if self._closed:
             return
-        with self._lock:
-            self._closed, self._quiet = True, None
+        self._closed = True
+        self._due.stop()
         self._page.end()
         deadline_s = time.monotonic() + timeout_s
-        self._jobs.put(None)
-        self._worker.join(timeout_s)
-        last = self._schedule.seq - 1
+        self._filler.finish(timeout_s)
+        last = self._due.schedule.seq - 1
         try:
             if last >= 0:
                 left_s = max(0.0, deadline_s - time.monotonic())
                 what = f"the outcome of snapshot {last}"
                 self.client.wait(lambda: self.client.outcomes.get(last), left_s, what)
         except JaxftError as error:
-            self._end_receipts(error)
+            self._receipts.end_all(error)
         self.client.close()
-        self._end_receipts(SnapshotLost("the snapshotter was closed before it was known"))
+        self._receipts.end_all(SnapshotLost("the snapshotter was closed before it was known"))
         self._events.close()
         if failing:
             self._seat.leave()
         else:
             self._seat.finish()
-        if self._last_failure is not None:
-            raise self._last_failure
+        if self._receipts.last_failure is not None:
+            raise self._receipts.last_failure
 
     def __enter__(self) -> Snapshotter:
         return self
@@ -856,14 +515,14 @@ def _check_parity(parity: str) -> Parity:
     raise ConfigError(f'parity={parity!r} (or JAXFT_PARITY): expected "host" or "device"')
 
 
+def _check_code(code: Code | str) -> str:
+    return str(Code.parse(code) if isinstance(code, str) and code else code)
+
+
 def _check_seconds(name: str, value: float) -> float:
     if not value > 0:
         raise ConfigError(f"{name}={value!r}: expected more than 0 seconds")
     return value
-
-
-def _why_not(due_step: int) -> str:
-    return f"the next snapshot is due at step {due_step}"
 
 
 def _check_step(step: Any) -> int:

@@ -4,29 +4,38 @@ that has failed leaves it.
 JAX lets a process end only when all have come to its end, for up to five minutes. A rank that has
 failed is the one that the others wait for, in a collective: it would never come to be seen dead. So
 it waits FAILED_S for them, and ends.
+
+A rank tells its agent what JAX goes by in it, so that the next one can wait with JAX imported
+(`warm_rank`). That was before its script has begun; if the script sets something else by which JAX
+goes, the rank begins anew.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import json
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import msgspec
 from jax._src import xla_bridge
 
-from jaxft.config import RankEnv
+from jaxft import config
+from jaxft.config import RankEnv, host_name
+from jaxft.device.roll_call import roll_call
 from jaxft.errors import ConfigError
 from jaxft.group.messages import RankOptions
-from jaxft.host.attach import Seat, attach
+from jaxft.host.attach import Seat, attach, default_job
+from jaxft.host.enlist import Crew, Enlist, enlist
 from jaxft.overhead import Auto
 from jaxft.schedule import parse_interval
+from jaxft.watched import calls_page
 
 if TYPE_CHECKING:
     from jaxft.fallback import OrbaxFallback
@@ -39,6 +48,17 @@ _taken: set[RankEnv] = set()
 _left: list[SystemExit] = []
 
 
+class _Waited(NamedTuple):
+    """What JAX went by when it was imported, and what this process would have been otherwise."""
+
+    surroundings: Mapping[str, str]
+    command: Sequence[str]
+    environ: Mapping[str, str]
+
+
+_waited: list[_Waited] = []
+
+
 def initialize() -> None:
     """Joins `jax.distributed` as the agent says. Call it before anything else of JAX.
 
@@ -48,6 +68,7 @@ def initialize() -> None:
     Raises:
         ConfigError: the variables that the agent sets are incomplete.
     """
+    _tell_surroundings()
     jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call]
     env = RankEnv.from_environ()
     if env is None or env.ranks == 1:
@@ -80,6 +101,42 @@ def gloo_listens_at(address: str) -> None:
         xla.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
 
 
+def surroundings() -> dict[str, str]:
+    """What JAX goes by in this process: variables (`config.surroundings`), and where it is from."""
+    return {**config.surroundings(), "the path of JAX": str(jax.__file__)}
+
+
+def come_warm(
+    surroundings: Mapping[str, str], command: Sequence[str], environ: Mapping[str, str]
+) -> None:
+    """This process has waited to be a rank (`warm_rank`).
+
+    Args:
+        surroundings: what JAX went by when it was imported.
+        command, environ: what begins this rank anew.
+    """
+    _waited[:] = [_Waited(surroundings, command, environ)]
+
+
+@functools.cache
+def _tell_surroundings() -> None:
+    """Says what JAX goes by here, unless it went by something else when it was imported. Once: what
+    it sets itself, when it finds devices, does not count."""
+    now = surroundings()
+    for was, command, environ in _waited:
+        names = sorted(name for name in was.keys() | now.keys() if was.get(name) != now.get(name))
+        if names:
+            print(
+                f"jaxft: this rank begins anew: JAX was imported before the script, which sets "
+                f"{', '.join(names)}",
+                file=sys.stderr,
+            )
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+            os.execvpe(command[0], list(command), environ)
+    calls_page().tell_surroundings(json.dumps(now))
+
+
 def leaves_by(error: SystemExit) -> None:
     """This rank is about to end with the error's status (Python does not say so at its exit)."""
     _left[:] = [error] if error.code not in (None, 0) else []
@@ -102,9 +159,12 @@ def _end(status: int) -> None:
     os._exit(status)
 
 
-def take_seat(job: str | None, floor: Callable[[], int] = lambda: 0) -> Seat:
-    """Where this rank stands: as its agent said, or, in a process that nobody launched, as the one
-    rank of a job of its own.
+def take_seat(
+    job: str | None, floor: Callable[[], int] = lambda: 0, store: str = "", code: str = ""
+) -> Seat:
+    """Where this rank stands: as its agent said; or, in a process that `jaxft run` has not started,
+    among the ranks that were started together with it, whose hosts meet in `store`; or, without a
+    store, as the one rank of a job of its own.
 
     Raises:
         ConfigError: the job's name is not the one that the agent runs, the run that this process's
@@ -113,6 +173,8 @@ def take_seat(job: str | None, floor: Callable[[], int] = lambda: 0) -> Seat:
         JobInUse: another process is the rank of this job.
     """
     env = RankEnv.from_environ()
+    if env is None and store:
+        return _enlist(job, floor(), store, code)
     if env is None:
         _check_world(0, 1)
         return attach(job, floor)
@@ -126,6 +188,7 @@ def take_seat(job: str | None, floor: Callable[[], int] = lambda: 0) -> Seat:
             f'Snapshotter(job="{job}"): `jaxft run` runs this script as "{env.job}": leave job= '
             f"out, or say `jaxft run --job {job}`"
         )
+    _tell_surroundings()
     _check_world(env.rank, env.ranks)
     if env in _taken:
         raise ConfigError(
@@ -134,6 +197,16 @@ def take_seat(job: str | None, floor: Callable[[], int] = lambda: 0) -> Seat:
         )
     _taken.add(env)
     return Seat(env)
+
+
+def _enlist(job: str | None, floor: int, store: str, code: str) -> Seat:
+    run, places = roll_call(host_name(), config.scheduler_tasks())
+    wish = Enlist(
+        crew=Crew.of(run, places), rank=jax.process_index(), floor=floor, store=store, code=code
+    )
+    seat = enlist(wish, default_job() if job is None else config.check_name("job", job))
+    _check_world(seat.env.rank, seat.env.ranks)
+    return seat
 
 
 def _check_world(rank: int, ranks: int) -> None:
@@ -146,7 +219,8 @@ def _check_world(rank: int, ranks: int) -> None:
     if ranks == 1:
         raise ConfigError(
             f"for JAX this is process {index} of {count}, and nobody launched it as a rank of so "
-            "many: start the script with `jaxft run`, which keeps all processes together"
+            "many: start the script with `jaxft run`, which keeps all processes together, or name "
+            "the store in which their hosts meet: Snapshotter(store=...)"
         )
     raise ConfigError(
         f"this is rank {rank} of {ranks}, and for JAX it is process {index} of {count}: call "

@@ -34,6 +34,7 @@ from jaxft.device import calls
 from jaxft.device.agreement import Agreement
 from jaxft.device.calls import Call
 from jaxft.device.executables import Executables, key_of
+from jaxft.device.memory import missing_bytes
 from jaxft.device.shards import SMALL_BYTES, Plan
 from jaxft.device.transfer import StagedLeaves
 from jaxft.device.twin import LoweredTwin, NotTaken, Outputs, Twin
@@ -50,8 +51,8 @@ _EITHER_WAY = inspect.Parameter.POSITIONAL_OR_KEYWORD
 # Compiling a twin takes 30 to 40 s for 3,000 leaves, where the step takes 4.
 LEAVES_MAX = 1000
 
-# Kinds of calls (shapes, static arguments, shardings) that are known, and that have a twin.
-SEEN_MAX = 16
+# Kinds of calls (shapes, static arguments, shardings) that are remembered, and that have a twin.
+SEEN_MAX = 256
 TWINS_MAX = 4
 
 # How long ranks wait for each other at a due call, and for each other's compilers; and how often in
@@ -116,6 +117,8 @@ def wrap(
         raise ConfigError(f"wrap(state={state!r}): expected positions or names of arguments")
     if not callable(train_step):
         raise ConfigError(f"wrap({train_step!r}): expected a function")
+    if isinstance(train_step, WrappedStep):
+        raise ConfigError("wrap(step): it is wrapped already; wrap the step itself, once")
     if not isinstance(snapshotter, Snapshotter):
         raise ConfigError(f"wrap(step, {snapshotter!r}): expected a Snapshotter")
     jitting = {
@@ -124,16 +127,16 @@ def wrap(
         "static_argnames": static_argnames,
     }
     jitting = {name: value for name, value in jitting.items() if value is not None}
-    is_plain = not (
-        calls.is_jitted(train_step) or calls.is_of_nnx(train_step) or calls.is_compiled(train_step)
-    )
+    called, *_ = calls.opened(train_step)
+    is_compiled = calls.is_compiled(called)
+    is_plain = not (calls.is_jitted(called) or calls.is_of_nnx(called) or is_compiled)
     if jitting and not is_plain:
         raise ConfigError(
             f"wrap({', '.join(jitting)}): the step is jitted already; say it where it is jitted"
         )
     where = Path(snapshotter.env.smp).parent / "executables" if cache_dir is None else cache_dir
     twins = _Twins(snapshotter, Executables(Path(where)))
-    if calls.is_compiled(train_step):
+    if is_compiled:
         twins.refuse("it is compiled ahead of time, so nothing can be added to it")
     elif not calls.are_known():
         twins.refuse("this version of JAX does not say how a function is jitted")
@@ -154,6 +157,7 @@ class WrappedStep:
     Attributes:
         receipt: of the last call; None before the first. Its `stall_s` is what the call took beside
             the step.
+        has_twin: whether the last call was one of the second version.
     """
 
     def __init__(
@@ -167,6 +171,7 @@ class WrappedStep:
         jitting: dict[str, Any] | None,
     ) -> None:
         self.receipt: Receipt | None = None
+        self.has_twin = False
         self._step = step
         self._snapshotter = snapshotter
         self._twins = twins
@@ -180,6 +185,11 @@ class WrappedStep:
     ) -> Any:
         """The step's outputs; what it raises comes through."""
         state = [place.of(args, kwargs) for place in self._state]
+        if self.receipt is None and any(map(_is_traced, jax.tree_util.tree_leaves(state))):
+            raise ConfigError(
+                "the wrapped step was called within jit (or grad, scan, eval_shape, ...), where it "
+                "would be run once and never again: call it as it is, or trace the step itself"
+            )
         if self._jitting is not None:
             self._jit(self._jitting, args, kwargs)
 
@@ -194,6 +204,7 @@ class WrappedStep:
             number, lambda: _tree(state), extras, run.within
         )
         outputs = run.finish()
+        self.has_twin = run.is_twin
         self.receipt.stall_s = max(0.0, self.receipt.stall_s - run.within_s)
         self._numbers.gave(self.receipt.step, outputs)
         return outputs
@@ -209,11 +220,22 @@ class WrappedStep:
             jitted = jax.jit(self._step, **options)
         try:
             jitted.lower(*args, **kwargs)
+            if "donate_argnums" not in options and not calls.is_of_nnx(jitted):
+                self._mind_donation(jitted, args, kwargs)
         # Whatever is wrong, the function itself says it now, in its own way, if it is wrong there.
         except Exception as error:  # noqa: BLE001
             self._twins.refuse(f"it cannot be jitted: {_brief(error)}")
         else:
             self._step = jitted
+
+    def _mind_donation(self, jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A plain function does not say what it donates, and what it calls cannot any more."""
+        if calls.donates_within(jitted, args, kwargs):
+            _log.warning(
+                "jaxft.wrap: the step is a plain function that calls one which donates; within the "
+                "step's program nothing is donated, and its state takes twice its memory: say "
+                "wrap(..., donate_argnums=...), or wrap the jitted function itself"
+            )
 
 
 class _Place(NamedTuple):
@@ -265,6 +287,10 @@ def _place(parameters: list[inspect.Parameter], name: int | str) -> _Place:
     raise ConfigError(f"wrap(state={name!r}): the step has no such argument, it has ({has})")
 
 
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, jax.core.Tracer)
+
+
 def _tree(state: list[Any]) -> Any:
     """What is saved of these arguments."""
     values = state[0] if len(state) == 1 else tuple(state)
@@ -283,6 +309,7 @@ class _Run:
         self, step: Any, twins: _Twins, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.within_s = 0.0
+        self.is_twin = False
         self._step = step
         self._twins = twins
         self._args = args
@@ -301,7 +328,7 @@ class _Run:
     ) -> StagedLeaves:
         """A snapshot begins: the step, or its twin, is run in it (see `snapshotter.RunStep`)."""
         twins = self._twins
-        if twins.is_off:
+        if twins.is_off or calls.is_debugged():
             return stage()
 
         def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -311,6 +338,7 @@ class _Run:
             if twin is not None:
                 try:
                     self._staged, outputs = twin.run(call, values, twins.staging)
+                    self.is_twin = True
                     return outputs
                 except NotTaken as error:
                     twins.refuse(str(error))
@@ -339,7 +367,7 @@ class _Run:
             raise self._error
         if self._has_run:
             return self._outputs
-        if self._twins.is_watching:
+        if self._twins.is_watching and not calls.is_debugged():
             return calls.around(self._step, self._args, self._kwargs, self._twins.watch)
         return self._step(*self._args, **self._kwargs)
 
@@ -358,6 +386,7 @@ class _Twins:
         self._agreement = Agreement(f"{env.generation}-{env.nonce}-{snapshotter.parity}")
         self._seen: dict[Hashable, Outputs] = {}
         self._twins: dict[Hashable, Twin] = {}
+        self._is_full = False
         self._tries = 0
 
     def refuse(self, reason: str) -> None:
@@ -379,8 +408,10 @@ class _Twins:
         outputs = fn(*args, **kwargs)
         if signature in self._seen:
             self.is_watching = False
-        elif signature is not None and len(self._seen) < SEEN_MAX:
+        elif signature is not None:
             self._seen[signature] = Outputs.of(outputs)
+            if len(self._seen) > SEEN_MAX:
+                del self._seen[next(iter(self._seen))]
         return outputs
 
     def find(self, identity: SnapshotId, call: Call, plan: Plan, values: list[Any]) -> Twin | None:
@@ -395,7 +426,10 @@ class _Twins:
         key = (signature, plan)
         twin = self._twins.get(key)
         outputs = self._seen.get(signature)
-        may_be = outputs is not None and (twin is not None or len(self._twins) < TWINS_MAX)
+        has_room = twin is not None or len(self._twins) < TWINS_MAX
+        if outputs is not None and not has_room:
+            self._warn_full()
+        may_be = outputs is not None and has_room
         if not self._agreement.all_say("run", identity.seq, may_be, AGREE_S):
             self._tries += may_be
             if self._tries >= TRIES_MAX:
@@ -408,6 +442,16 @@ class _Twins:
             if twin is not None:
                 self._twins[key] = twin
         return twin
+
+    def _warn_full(self) -> None:
+        if not self._is_full:
+            self._is_full = True
+            _log.warning(
+                "jaxft.wrap: the step has been called in more than %d ways (shapes, static "
+                "arguments, shardings): only the first ones have a twin, in calls of others the "
+                "state is staged before the step, as save does it",
+                TWINS_MAX,
+            )
 
     def _build(
         self,
@@ -440,6 +484,8 @@ class _Twins:
                 twin, reason = None, _brief(error)
             else:
                 self._executables.keep(key, compiled)
+        if twin is not None and (missing := missing_bytes(twin.compiled, twin.devices)):
+            twin, reason = None, f"it wants {missing} bytes more of device memory than are free"
         if not self._agreement.all_say("built", identity.seq, twin is not None, BUILD_S):
             self.refuse(reason)
             return None
@@ -472,6 +518,7 @@ class _Numbers:
         self._snapshotter = snapshotter
         self._asked = asked
         self._next: int | None = None
+        self._is_said = False  # by the state, of the last call
         self._last: Any = None
 
     def of(
@@ -482,6 +529,7 @@ class _Numbers:
             number = self._asked(*args, **kwargs)
         if number is None:
             own = _own_step(state)
+            self._is_said = own is not None
             if own is not None and own is not self._last:
                 number = int(own)
         if number is None:
@@ -493,8 +541,7 @@ class _Numbers:
     def gave(self, number: int, outputs: Any) -> None:
         """The step has given these: the next call is one step later if its state is among them."""
         self._next = number + 1
-        several = outputs if isinstance(outputs, (tuple, list)) else [outputs]
-        self._last = _own_step([outputs, *several])
+        self._last = _step_among(outputs) if self._is_said else None
 
 
 def _own_step(values: Sequence[Any]) -> Any:
@@ -507,3 +554,12 @@ def _own_step(values: Sequence[Any]) -> Any:
         elif type(own) is int:
             return own
     return None
+
+
+def _step_among(outputs: Any) -> Any:
+    """The same of a step's outputs, however deep in tuples, lists and dicts the state is."""
+    own = _own_step([outputs])
+    if own is None and isinstance(outputs, (tuple, list, dict)):
+        within = outputs.values() if isinstance(outputs, dict) else outputs
+        own = next((one for one in map(_step_among, within) if one is not None), None)
+    return own

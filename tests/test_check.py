@@ -30,6 +30,8 @@ def test_the_check_runs_on_cpu_and_what_it_requires_holds(tmp_path: Path) -> Non
     stagings = ("pinned_host", "device", "view")
     assert required == {
         "bytes[xla]",
+        "twin[bits]",
+        "twin[calls]",
         *(f"donation[{way}]" for way in (*stagings, "wrapped")),
     }
     measured = {f"{what}[{staging}]" for what in ("save", "staged") for staging in stagings}

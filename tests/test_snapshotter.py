@@ -64,7 +64,7 @@ def test_a_call_that_is_known_not_to_be_due_looks_at_nothing(
             assert (receipt.id, receipt.code) == (None, snapshotter.code)
             assert receipt.stall_s > receipt.wait_s == 0
             assert receipt.staged is receipt.staged
-        snapshotter._turn_told(Turn(number=1, call=7))
+        snapshotter._due.hear(Turn(number=1, call=7))
         assert snapshotter.save(6, STATE).skipped is not None
         assert snapshotter.save(7, STATE).id is not None
     events = EventReader(tmp_path).poll()
@@ -119,7 +119,7 @@ def test_what_was_restored_counts_as_the_first_snapshot(lone: Lone) -> None:
 def test_a_time_is_turned_into_steps_by_the_root(lone: Lone) -> None:
     """Steps of 10 ms, by a clock that stands still: 50 ms are five of them."""
     with lone.open(every="50ms") as snapshotter:
-        schedule = snapshotter._schedule
+        schedule = snapshotter._due.schedule
         begun = []
         for step in range(1, 40):
             schedule.step_s = 0.0
@@ -136,9 +136,9 @@ def test_a_time_is_turned_into_steps_by_the_root(lone: Lone) -> None:
 def test_a_budget_is_turned_into_steps_by_the_root(lone: Lone) -> None:
     """50 s are half of twenty steps of 5 s."""
     with lone.open(every=jaxft.Auto(overhead=0.5)) as snapshotter:
-        assert snapshotter._meter is not None
+        assert snapshotter._due.meter is not None
         told = Measured(cost_s=50.0, protect_s=1.0, step_s=5.0)
-        snapshotter._meter.measured = lambda: told  # type: ignore[method-assign]
+        snapshotter._due.meter.measured = lambda: told  # type: ignore[method-assign]
         begun = [step for step in range(1, 53) if snapshotter.save(step, STATE).id is not None]
     # The interval to the first snapshot is decided before anybody has said what one costs.
     assert begun == [1, 11, 31, 51]
@@ -150,24 +150,24 @@ def test_what_a_rank_measures_is_of_its_own_steps(
     """The first two snapshots do not count, and what the third one cost is known with the fourth.
     The state is waited for in the due call, while the snapshot is on its way, and some more."""
     waits: list[Any] = []
-    monkeypatch.setattr(jaxft.snapshotter, "wait_computed", waits.append)
+    monkeypatch.setattr("jaxft.saving.due.wait_computed", waits.append)
     with lone.open(every=jaxft.Auto(overhead=0.01)) as snapshotter:
-        assert snapshotter._meter is not None
+        assert snapshotter._due.meter is not None
         for step in range(1, 32):
-            assert snapshotter._meter.measured() == Measured()
+            assert snapshotter._due.meter.measured() == Measured()
             receipt = snapshotter.save(step, {"step": step})
             if receipt.id is not None:
                 receipt.protected.result(WAIT_S)
-        found = snapshotter._meter.measured()
+        found = snapshotter._due.meter.measured()
     assert min(found.cost_s, found.step_s, found.protect_s) > 0
     waited = [wait["step"] for wait in waits]
     assert waited == [*range(1, 6), *range(11, 16), *range(21, 26), 31]
 
 
 def _save_at(snapshotter: jaxft.Snapshotter, step: int, now_s: float) -> Receipt:
-    called = snapshotter._schedule.called
+    called = snapshotter._due.schedule.called
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshotter._schedule, "called", lambda step, _: called(step, now_s))
+        patch.setattr(snapshotter._due.schedule, "called", lambda step, _: called(step, now_s))
         return snapshotter.save(step, STATE)
 
 
@@ -336,7 +336,7 @@ def test_a_checkpoint_in_the_making_is_not_known_after_close(lone: Lone) -> None
     with lone.open(every=1) as snapshotter:
         receipt = Receipt(1, snapshotter.code)
         receipt.protect()
-        snapshotter._receipts[99] = receipt
+        snapshotter._receipts.open(99, receipt)
     with pytest.raises(jaxft.SnapshotLost, match=r"host h0, step 1: .*closed before it was known"):
         receipt.persisted.result(0)
 

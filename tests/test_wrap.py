@@ -518,8 +518,8 @@ def test_a_budget_counts_the_twin_as_a_step(lone: Lone) -> None:
                 wrapped.receipt.protected.result(WAIT_S)
                 begun.append(number)
         assert begun[:4] == [0, 10, 20, 30]
-        assert snapshotter._meter is not None
-        assert snapshotter._meter.measured().step_s > 0
+        assert snapshotter._due.meter is not None
+        assert snapshotter._due.meter.measured().step_s > 0
         assert x.tolist() == [45.0] * 8
 
 

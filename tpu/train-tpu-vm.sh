@@ -57,7 +57,7 @@ start() {
   local slice worker
   local options=(--job "$JOB" --hosts "$HOSTS" --log-dir "$PLACE/logs")
   # SIGTERM: a last snapshot, then its way to storage.
-  options+=(--term-grace-s 60 --persist-grace-s 300)
+  options+=(--grace-s 360)
   if [ "$HOSTS" != 1 ]; then
     worker=$(tpu_metadata agent-worker-number)
     slice=$(tpu_metadata MEGASCALE_SLICE_ID)
@@ -66,7 +66,7 @@ start() {
     options+=(--host "slice${slice:-0}-worker$worker" --store "$STORE" --job-key-file "$KEY")
     options+=(--code "${CODE:-3+1}" --form-timeout-s 3600)
     # A slice that is lost is lost as a whole; with one slice there is nothing to be said of it.
-    [ -z "$slice" ] || options+=(--domain "slice$slice")
+    [ -z "$slice" ] || options+=(--failure-domain "slice$slice")
   fi
   (umask 077 && mkdir -p "$PLACE")
   if [ -e "$PLACE/pid" ] && kill -0 "$(cat "$PLACE/pid")" 2>/dev/null; then

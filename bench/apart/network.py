@@ -4,6 +4,7 @@
         subprocess.Popen([*network.enter("a"), "jaxft", "run", ...])
         network.cut("a")      # its cable is pulled: nothing comes through, and nobody is told
         network.mend("a")
+        network.spoil("a", delay_s=0.05, loss=0.01)    # or it is a bad one, until it is mended
         network.kill("a")     # its power is: every process there is gone at once
 
 Every host has the address `network.address(name)`, a name that all others know (for itself it is
@@ -19,7 +20,9 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -27,6 +30,7 @@ _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 _WAIT_S = 10.0
 # Found by `ip netns exec` and put in the place of /etc for what it starts.
 _ETC = Path("/etc/netns")
+_CABLE = str(Path(__file__).with_name("cable.py"))
 
 
 class Network:
@@ -43,6 +47,7 @@ class Network:
         self._names = names
         self._mark = f"jx{os.getpid()}-"
         self._switch = f"{self._mark}switch"
+        self._cables: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> Network:
         try:
@@ -89,11 +94,56 @@ class Network:
         self._in_switch("link", "set", f"to-{name}", "down")
 
     def mend(self, name: str) -> None:
-        self._in_switch("link", "set", f"to-{name}", "up")
+        """Its cable is a good one again."""
+        self._take_away_cable(name)
+        self._in_switch("link", "set", f"to-{name}", "master", "bridge", "up")
+
+    def spoil(
+        self,
+        name: str,
+        *,
+        delay_s: float = 0.0,
+        loss: float = 0.0,
+        ports: Iterable[int] = (),
+        seed: int = 0,
+    ) -> None:
+        """From now on this host's cable is a bad one, see `cable`; it was a good one before.
+
+        Args:
+            delay_s: more than before that all takes, each way.
+            loss: the share of it that does not arrive.
+            ports: TCP ports of which nothing does, on either side.
+        """
+        self._take_away_cable(name)
+        here, there = f"bad-{name}", f"via-{name}"
+        self._in_switch("link", "add", here, "type", "veth", "peer", "name", there)
+        for end in (here, there):
+            self._in_switch("link", "set", end, "up")
+        numbers = (seed, delay_s, loss, *ports)
+        cable = subprocess.Popen(
+            [
+                *(_ip_program(), "netns", "exec", self._switch),
+                *(sys.executable, "-I", _CABLE, f"to-{name}", here, *map(str, numbers)),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+        )
+        self._cables[name] = cable
+        assert cable.stdout is not None
+        if cable.stdout.readline() != b"ready\n":
+            raise RuntimeError(f"the bad cable of host {name} did not start; it says why above")
+        self._in_switch("link", "set", f"to-{name}", "nomaster")
+        self._in_switch("link", "set", there, "master", "bridge")
 
     def processes(self, name: str) -> list[int]:
         """All that live on this host."""
         return [int(pid) for pid in self._ip("netns", "pids", self._namespace(name)).split()]
+
+    def signal(self, name: str, number: int) -> None:
+        """To all of them: SIGSTOP holds the whole host still."""
+        for pid in self.processes(name):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def kill(self, name: str) -> None:
         """Kills them all, held still first, and waits until none is left.
@@ -125,6 +175,8 @@ class Network:
 
     def close(self) -> None:
         """Takes all of it away, whatever of it there is."""
+        for name in tuple(self._cables):
+            self._take_away_cable(name)
         made = self._ip("netns", "list").split()
         for name in self._names:
             if self._namespace(name) in made:
@@ -154,6 +206,13 @@ class Network:
         known = {other: self.address(other) for other in self._names} | {name: "127.0.1.1"}
         lines = ["127.0.0.1 localhost", *(f"{known[other]} {other}" for other in known), ""]
         (_ETC / space / "hosts").write_text("\n".join(lines))
+
+    def _take_away_cable(self, name: str) -> None:
+        cable = self._cables.pop(name, None)
+        if cable is not None:
+            cable.kill()
+            cable.communicate()
+            self._in_switch("link", "delete", f"bad-{name}")
 
     def _in_switch(self, *arguments: str) -> None:
         self._ip("-n", self._switch, *arguments)

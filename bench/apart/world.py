@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +42,12 @@ class Host:
         (self.base / "events").mkdir(parents=True)
         self._reader = EventReader(self.base / "events")
 
-    def start(self, *options: str, **env: str) -> None:
+    def start(self, *options: str, ranks: Sequence[str] = (), **env: str) -> None:
+        """Its `jaxft run`, with these options; `ranks` is the ranks' command, else `trainer.py`."""
         command = [*self._world.network.enter(self.name), sys.executable, "-m", "jaxft", "run"]
         command += ["--job", "j", "--host", self.name, "--store", self._world.url, *options]
-        command += ["--", sys.executable, TRAINER, str(self.base), "2"]
+        command += ["--"]
+        command += ranks or (sys.executable, TRAINER, str(self.base), *self._world.trainer)
         environ = {
             "PYTHONPATH": str(ROOT),
             "JAXFT_RUN_DIR": str(self.base / "run"),
@@ -59,6 +61,7 @@ class Host:
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
+                start_new_session=True,  # Ctrl-C is not for it
             )
 
     def events(self, event: str, **fields: Any) -> list[Event]:
@@ -94,9 +97,19 @@ class Host:
         return self._process.wait(WAIT_S)
 
     @property
+    def pid(self) -> int:
+        """Of its newest `jaxft run`; 0: it was not started."""
+        return 0 if self._process is None else self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """How its `jaxft run` has ended; None: it was not started, or runs."""
+        return None if self._process is None else self._process.poll()
+
+    @property
     def has_failed(self) -> bool:
         """Has it ended by itself, and not well?"""
-        return self._process is not None and (self._process.poll() or 0) > 0
+        return (self.status or 0) > 0
 
     def text(self) -> str:
         out = self.base / "out"
@@ -119,14 +132,18 @@ class World:
         network: with a host "store".
         base: a directory for all of it, with a short name.
         names: of the other hosts.
+        trainer: the ranks' arguments, after BASE.
     """
 
-    def __init__(self, network: Network, base: Path, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, network: Network, base: Path, names: tuple[str, ...], trainer: Sequence[str] = ("2",)
+    ) -> None:
         self.network = network
         self.base = base
+        self.trainer = trainer
         self.url = f"etcd://{network.address(STORE)}:2379"
         self.hosts = {name: Host(self, name) for name in names}
-        self._etcd = self._start_etcd()
+        self.start_store()
 
     def __getitem__(self, name: str) -> Host:
         return self.hosts[name]
@@ -156,7 +173,12 @@ class World:
             host.reap()
         self._etcd.wait(WAIT_S)
 
-    def _start_etcd(self) -> subprocess.Popen[bytes]:
+    def kill_store(self) -> None:
+        """What it has written is still on its disk."""
+        self.network.kill(STORE)
+        self._etcd.wait(WAIT_S)
+
+    def start_store(self) -> None:
         program = shutil.which("etcd")
         assert program, "etcd is not installed: apt-get install etcd-server"
         environ = {key: value for key, value in os.environ.items() if not key.startswith("ETCD")}
@@ -170,8 +192,8 @@ class World:
             f"--initial-advertise-peer-urls {peer} --initial-cluster default={peer} "
             "--heartbeat-interval 50 --election-timeout 500"
         )
-        with (self.base / "etcd.log").open("wb") as log:
-            return subprocess.Popen(
+        with (self.base / "etcd.log").open("ab") as log:
+            self._etcd = subprocess.Popen(
                 [*self.network.enter(STORE), program, *arguments.split()],
                 env=environ,
                 stdin=subprocess.DEVNULL,
@@ -181,10 +203,10 @@ class World:
 
 
 @contextlib.contextmanager
-def apart(base: Path, *names: str) -> Iterator[World]:
+def apart(base: Path, *names: str, trainer: Sequence[str] = ("2",)) -> Iterator[World]:
     """A world of hosts of these names, and nothing left of it afterwards."""
     with Network(*names, STORE) as network:
-        world = World(network, base, names)
+        world = World(network, base, names, trainer)
         try:
             yield world
         finally:

@@ -41,7 +41,7 @@ class Agreement:
         """
         if jax.process_count() == 1:
             return yes
-        client = _service()
+        client = coordination_service()
         if client is None:
             return False
         name = f"jaxft/{self._name}/{question}"
@@ -56,8 +56,9 @@ class Agreement:
             return False
 
 
-def _service() -> Any:
-    """The client of the coordination service, which JAX keeps in a private place."""
+def coordination_service() -> Any:
+    """The client of `jax.distributed`'s service, which JAX keeps in a private place; None: there is
+    none."""
     try:
         from jax._src import distributed
     except ImportError:

@@ -3,6 +3,10 @@
 A step of `flax.nnx.jit` is one too: nnx takes the modules apart, calls a function of `jax.jit` that
 it keeps as `jitted_fn`, and puts the modules together again. `around` puts something else into that
 function's place for one call.
+
+Methods, `functools.partial`s and objects with a `__call__` are opened: what they call may be
+jitted, and gets arguments of theirs before the others. (A method has its function's attributes, and
+would pass for a jitted function with an argument less.)
 """
 
 from __future__ import annotations
@@ -10,7 +14,8 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections.abc import Callable, Hashable
+import types
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +25,33 @@ from jax.sharding import Sharding
 
 # Calls a jitted function with these arguments, or does something else that gives its outputs.
 Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Opened(NamedTuple):
+    """What a step calls, and the arguments of its own that it calls it with: its positional ones
+    come before those of the call, and named ones of the call replace its own."""
+
+    fn: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def opened(step: Any) -> Opened:
+    """A step that is no more than another function with some arguments, taken apart."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    while True:
+        if isinstance(step, functools.partial):
+            args, kwargs = (*step.args, *args), {**step.keywords, **kwargs}
+            step = step.func
+        elif isinstance(step, types.MethodType):
+            args, step = (step.__self__, *args), step.__func__
+        elif isinstance(call := getattr(step, "__call__", None), types.MethodType):  # noqa: B004
+            if not is_jitted(call.__func__):
+                return Opened(step, args, kwargs)
+            step = call
+        else:
+            return Opened(step, args, kwargs)
 
 
 class Static(NamedTuple):
@@ -40,6 +72,22 @@ def are_known() -> bool:
     """Whether this version of JAX says of a jitted function what `Call` asks. That is private."""
     jitted = jax.jit(operator.neg)
     return hasattr(jitted, "_jit_info") and hasattr(jitted.trace(1.0), "_params")
+
+
+def donates_within(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether this calls a jitted function that is to take over arguments. Within another program
+    it does not."""
+    equations = jitted.trace(*args, **kwargs).jaxpr.eqns
+    return any(any(one.params.get("donated_invars", ())) for one in equations)
+
+
+def is_debugged() -> bool:
+    """Whether JAX is to run functions in another way than as compiled programs: operation by
+    operation, or looking for NaNs and saying where they come from."""
+    return any(
+        getattr(jax.config, name, False)
+        for name in ("jax_disable_jit", "jax_debug_nans", "jax_debug_infs")
+    )
 
 
 def is_of_nnx(step: Any) -> bool:
@@ -64,6 +112,8 @@ def static_of(jitted: Any) -> Static:
 
 def around(step: Any, args: tuple[Any, ...], kwargs: dict[str, Any], runner: Runner) -> Any:
     """Calls a step, with `runner` in place of the jitted function that it is or has within."""
+    step, first, named = opened(step)
+    args, kwargs = (*first, *args), {**named, **kwargs}
     if is_jitted(step):
         return runner(step, args, kwargs)
     jitted = step.jitted_fn
@@ -136,7 +186,8 @@ class Call:
     @functools.cached_property
     def signature(self) -> Hashable:
         """All that the compiled program depends on."""
-        return self._fn, self.treedef, self._static, tuple(map(_look, self.leaves))
+        looks = tuple(map(_look, self.leaves))
+        return self._fn, self.treedef, self._static, looks, _surroundings()
 
     def trace(self) -> Traced:
         """Traces the function for this call, unless JAX has done so before.
@@ -151,8 +202,10 @@ class Call:
             raise ValueError("it is jitted with compiler_options, which are for a whole program")
         if any(layout is not None for layout in (*given["in_layouts"], *given["out_layouts"])):
             raise ValueError("it is jitted with layouts of its own")
+        if any(type(one).__name__.startswith("Ordered") for one in traced.jaxpr.effects):
+            raise ValueError("it has ordered callbacks, which JAX cannot have beside such outputs")
         flat: Any = jax.tree_util.tree_flatten(
-            traced.args_info, is_leaf=lambda info: hasattr(info, "donated")
+            traced.args_info, is_leaf=lambda info: isinstance(info, jax.stages.ArgInfo)
         )
         infos, treedef = flat
         if treedef != self.treedef:
@@ -180,6 +233,15 @@ def _computed(jaxpr: Any) -> tuple[tuple[tuple[int, ...], Any] | None, ...]:
 def _specified(sharding: Any) -> Sharding | None:
     """A sharding; None where none was asked for, for which JAX has a mark of its own."""
     return sharding if isinstance(sharding, Sharding) else None
+
+
+def _surroundings() -> Hashable:
+    """What else JAX goes by when it traces a function: the mesh that is set, the precision of
+    products, and the like. It keeps that in a private place; where that is not found, one program
+    is taken for all."""
+    known = getattr(getattr(jax, "_src", None), "config", None)
+    found: Hashable = getattr(known, "trace_context", lambda: None)()
+    return found
 
 
 def _look(leaf: Any) -> Hashable:

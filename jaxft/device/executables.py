@@ -2,7 +2,8 @@
 
 The rules:
 - One file a program and process. Its name is made of all that the program depends on: its text (in
-  which shapes, shardings and donations are), the versions, devices and flags, and the process.
+  which shapes, shardings and donations are), the versions, devices, flags and JAX's settings, and
+  the process.
 - Loading one runs what it says (JAX unpickles it). So only files are read that nobody but this user
   can have written: a private directory (0700) and file (0600), both this user's, no links.
 - A file that is not what it should be is passed over with a line in the log, and written anew.
@@ -52,10 +53,17 @@ def key_of(text: str, devices: Sequence[Device]) -> str:
         str([(one.id, one.process_index, one.device_kind) for one in devices]),
         f"{jax.process_index()} of {jax.process_count()}",
         config.compiler_flags(),
+        _settings(),
         _processor_flags(),
         text,
     ]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _settings() -> str:
+    """All that JAX is set to: some of it goes to the compilers without being in a program's text,
+    such as how much they are to optimize."""
+    return str(sorted(getattr(jax.config, "values", {}).items()))
 
 
 def _processor_flags() -> str:

@@ -22,10 +22,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxft.device.bits import bits_of, changes_when_joined
 from jaxft.device.layout import BatchKind
+from jaxft.device.mesh import NO_MESH
 from jaxft.device.shards import Plan
 from jaxft.group.manifest import ALIGN, align
 
@@ -33,9 +34,6 @@ _log = logging.getLogger(__name__)
 
 # Programs that are kept: those of several trees, each with leaves of many kinds.
 PROGRAMS_MAX = 256
-
-# No mesh: the caller may be within `jax.set_mesh`, whose devices are not those of a program.
-NO_MESH = Mesh(np.empty((), dtype=object), ())
 
 _Program = Callable[..., jax.Array]
 

@@ -169,6 +169,11 @@ def _key_words(impl: str) -> tuple[int, ...]:
     return tuple(jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl))).shape)
 
 
+def stored(leaf: Leaf, value: jax.Array) -> jax.Array:
+    """The array of a leaf's elements as they are stored: of a key, its key data."""
+    return jax.random.key_data(value) if leaf.kind == "key" else value
+
+
 def stored_shape(leaf: Leaf) -> tuple[int, ...]:
     """The shape of the leaf's elements as they are stored: a key's has its key data's as well."""
     return leaf.shape + _key_words(leaf.impl) if leaf.kind == "key" else leaf.shape

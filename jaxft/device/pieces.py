@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 from jax import Device
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 Pieces = Callable[[jax.Array], Sequence[jax.Array]]
 
@@ -44,9 +44,23 @@ def way_to_pieces() -> Pieces:
     return kept_pieces if _are_kept(_small_array()) else public_pieces
 
 
-def places_of(array: jax.Array) -> dict[Device, int]:
-    """The number that the piece on each device has; the same for all arrays of one sharding."""
-    return {shard.device: number for number, shard in enumerate(array.addressable_shards)}
+class Places:
+    """The number that the piece on each device has: found once for all arrays of one sharding."""
+
+    def __init__(self) -> None:
+        self._known: dict[Sharding, dict[Device, int]] = {}
+
+    def of(self, array: jax.Array) -> dict[Device, int]:
+        """Of this array's pieces.
+
+        Raises:
+            RuntimeError: the array was deleted.
+        """
+        found = self._known.get(array.sharding)
+        if found is None:
+            shards = enumerate(array.addressable_shards)
+            found = self._known[array.sharding] = {one.device: number for number, one in shards}
+        return found
 
 
 def piece_on(device: Device, array: jax.Array) -> jax.Array:

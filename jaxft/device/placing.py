@@ -24,12 +24,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from jaxft.device.assembly import Fill, Target, Targets, is_uncommitted
 from jaxft.device.boxes import Box, count, from_index, intersect, sides, whole, within
 from jaxft.device.leaves import SUB_BYTE_BITS, decode_literal, element, stored_shape
 from jaxft.device.memory import is_usual
+from jaxft.device.mesh import NO_MESH
 from jaxft.group.manifest import ALIGN, Leaf
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -138,8 +139,7 @@ def _place_by_copy(
                 for source in fill.sources
             ]
     carrier = _carrier(element(leaf))
-    # The caller may be within `jax.set_mesh`, whose devices are not these arrays'.
-    with jax.set_mesh(_NO_MESH):
+    with jax.set_mesh(NO_MESH):
         pieces = [
             _alias(
                 {box: parts[number].view(carrier) for box, parts in views.items()}, leaf, sharding
@@ -148,9 +148,6 @@ def _place_by_copy(
         ]
         copied: jax.Array = _copier(element(leaf), sharding, len(pieces))(pieces)
     return copied
-
-
-_NO_MESH = Mesh(np.empty((), dtype=object), ())
 
 
 def _is_cut_alike(sharding: Sharding | None) -> bool:

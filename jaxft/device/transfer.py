@@ -1,15 +1,15 @@
 """Staging: taking the bytes of the state before the next step may overwrite them.
 
-`stage` runs on the training thread, within `save`. When it returns, the caller may donate the
-arrays and change the NumPy leaves: what is needed of them is held or copied. `copy_into` of what it
-returns runs on a background thread and writes the process's part.
+`stage_leaves` runs on the training thread, within `save`. When it returns, the caller may donate
+the arrays and change the NumPy leaves: what is needed of them is held or copied. `copy_into` of
+what it returns runs on a background thread and writes the process's part.
 
 How the bytes are held until then:
 - "view": a NumPy view holds the CPU buffer, without a copy. XLA then does not reuse that buffer for
   the step that donates it, and allocates instead, until the view is let go. (The buffer of another
-  device is copied to the host before `stage` returns: safe, and slow.)
+  device is copied to the host before it returns: safe, and slow.)
 - "pinned_host": the device copies the owned ranges to its host's pinned memory. The copy is
-  dispatched before `stage` returns, and the device orders whatever comes after behind it.
+  dispatched before it returns, and the device orders whatever comes after behind it.
 - "device": the same into device memory, to be read in the background: 1/R of the state in extra
   device memory, for devices whose copies to pinned memory are slow.
 
@@ -30,15 +30,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Device
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
 
 from jaxft.device.bits import bits_of
 from jaxft.device.copying import Bytes, PartCopy, Source
 from jaxft.device.garbage import not_collected
-from jaxft.device.gather import NO_MESH, Gatherer
+from jaxft.device.gather import Gatherer
 from jaxft.device.layout import Batch, Owned
-from jaxft.device.leaves import show, with_literals
-from jaxft.device.pieces import places_of, way_to_pieces
+from jaxft.device.leaves import show, stored, with_literals
+from jaxft.device.mesh import NO_MESH
+from jaxft.device.pieces import Places, way_to_pieces
 from jaxft.device.shards import Plan
 from jaxft.device.sources import UNREACHABLE, GatheredRun, Held, staging_error, unreachable
 from jaxft.device.views import Views
@@ -82,8 +83,8 @@ def gatherer_for(staging: Staging) -> Gatherer:
 
 
 def wait_computed(tree: Any) -> bool:
-    """Waits until whatever still computes a tree's arrays is done; `stage` says what is wrong with
-    one that could not be.
+    """Waits until whatever still computes a tree's arrays is done; `stage_leaves` says what is
+    wrong with one that could not be.
 
     Returns:
         Whether there was anything to wait for.
@@ -96,15 +97,6 @@ def wait_computed(tree: Any) -> bool:
                 return True
         return False
     return True
-
-
-def stage(
-    plan: Plan, tree: Any, staging: Staging, gatherer: Gatherer | None = None
-) -> StagedLeaves:
-    """Holds the owned ranges of a tree, so that it may be donated or changed: `stage_leaves`."""
-    values, treedef = jax.tree_util.tree_flatten(tree)
-    assert treedef == plan.treedef, "the plan is of another tree"
-    return stage_leaves(plan, values, staging, gatherer)
 
 
 def stage_leaves(
@@ -239,17 +231,14 @@ class _Shards:
     def __init__(self, leaves: tuple[Leaf, ...], values: list[Any]) -> None:
         self._leaves = leaves
         self._values = values
-        self._places: dict[Sharding, dict[Device, int]] = {}
+        self._places = Places()
 
     def on(self, device: Device, leaf: int) -> jax.Array:
         """The shard of a leaf that a device holds, as key data where it is a key."""
         value = self._values[leaf]
         try:
-            array = jax.random.key_data(value) if self._leaves[leaf].kind == "key" else value
-            places = self._places.get(array.sharding)
-            if places is None:
-                places = self._places[array.sharding] = places_of(array)
-            return way_to_pieces()(array)[places[device]]
+            array = stored(self._leaves[leaf], value)
+            return way_to_pieces()(array)[self._places.of(array)[device]]
         except UNREACHABLE as error:
             raise unreachable(self._leaves[leaf], value, error) from error
 
@@ -265,7 +254,6 @@ class _Program:
     def run(self, shards: _Shards, plan: Plan) -> list[jax.Array]:
         inputs = [shards.on(self.device, owned.range.leaf) for owned in self.ranges]
         try:
-            # The caller may be within `jax.set_mesh`, whose devices are not this program's.
             with jax.set_mesh(NO_MESH):
                 return self.copy(inputs)
         except (RuntimeError, ValueError, MemoryError) as error:

@@ -20,8 +20,8 @@ The rules:
   committed to their devices if, and only if, they were then: else the step would be compiled again
   after it.
 - It donates what the step donates and can use.
-- Leaves that the program does not get (NumPy arrays, numbers, arrays on other devices or in another
-  order of them) are staged beside it.
+- Leaves that the program does not get as they are are staged beside it: NumPy arrays, numbers, and
+  arrays on other devices, in another order of them, or in another sharding than the step asks for.
 - Where the plan has lanes, and the program gets all leaves on them, it also gives their parity (see
   `parity.exchange`), of the very bytes that it gives.
 """
@@ -45,10 +45,10 @@ from jaxft.device.boxes import count
 from jaxft.device.calls import Call, Traced
 from jaxft.device.lanes import Lanes
 from jaxft.device.layout import Owned
-from jaxft.device.leaves import element, with_literals
+from jaxft.device.leaves import element, stored, with_literals
 from jaxft.device.memory import is_usual
 from jaxft.device.parity import exchange
-from jaxft.device.pieces import places_of, way_to_pieces
+from jaxft.device.pieces import Places, way_to_pieces
 from jaxft.device.shards import SMALL_BYTES, Plan, device_boxes
 from jaxft.device.sources import Coded, Held
 from jaxft.device.transfer import StagedLeaves, Staging, hold_some
@@ -130,8 +130,8 @@ class LoweredTwin:
         platform: str | None = None,
     ) -> None:
         traced = call.trace()
-        self.devices = _devices_of(call.leaves)
-        cuts = _cuts(call, plan, values, self.devices)
+        self.devices = _devices_of(call.leaves, traced.in_shardings)
+        cuts = _cuts(call, traced, plan, values, self.devices)
         if not cuts:
             raise ValueError("no array of the state is an argument of the step's program")
         taken = _looks_of(call, traced.donated)
@@ -179,9 +179,7 @@ class LoweredTwin:
         """What is taken of the leaves, and the parity of lanes. Within `jit`."""
         values = {}
         for cut in self._cuts:
-            value = leaves[cut.place]
-            if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
-                value = jax.random.key_data(value)
+            value = stored(self._plan.leaves[cut.leaf], leaves[cut.place])
             values[cut.leaf] = jax.lax.optimization_barrier(value)  # type: ignore[no-untyped-call]
         held = _hold(self._cuts, values, told)
         if self.lanes is not None:
@@ -208,7 +206,7 @@ class LoweredTwin:
         for mine, (own, ndim) in zip(given, self._outputs.placed, strict=True):
             if not mine.is_equivalent_to(own, ndim):
                 raise ValueError(f"an output of the step is on {own}, and would be on {mine}")
-        return Twin(compiled, self._plan, self._cuts, self.lanes, self._told, self._out_tree)
+        return Twin(self, compiled)
 
 
 class Twin:
@@ -216,23 +214,18 @@ class Twin:
 
     Attributes:
         compiled: its program.
+        devices: the program's.
         lanes: those whose parity it gives, if it gives any.
     """
 
-    def __init__(
-        self,
-        compiled: jax.stages.Compiled,
-        plan: Plan,
-        cuts: tuple[_Cut, ...],
-        lanes: Lanes | None,
-        told: list[Any],
-        out_tree: Any,
-    ) -> None:
+    def __init__(self, lowered: LoweredTwin, compiled: jax.stages.Compiled) -> None:
         self.compiled = compiled
-        self.lanes = lanes
+        self.devices = lowered.devices
+        self.lanes = lowered.lanes
+        plan, cuts = lowered._plan, lowered._cuts
         self._plan = plan
-        self._told = told
-        self._out_tree = out_tree
+        self._told = lowered._told
+        self._out_tree = lowered._out_tree
         self._count = len(cuts)
         self._beside = frozenset(range(len(plan.leaves))) - {cut.leaf for cut in cuts}
         self._wanted = _wanted(plan, cuts)
@@ -252,6 +245,7 @@ class Twin:
             StagingError: a leaf that does not go through the program could not be taken. Nothing
                 was run.
             NotTaken: JAX does not take these arguments for the program. Nothing was run.
+            ValueError, RuntimeError: an argument was donated before, or the program failed.
         """
         plan = self._plan
         leaves = with_literals(plan.leaves, values, plan.literals)
@@ -259,6 +253,8 @@ class Twin:
         try:
             given, held = self.compiled(*call.leaves, *self._told)
         except (TypeError, ValueError) as error:
+            if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in call.leaves):
+                raise  # as of the step itself
             raise NotTaken(f"{type(error).__name__}: {error}") from error
         parity_bytes = 0
         if self.lanes is not None:
@@ -289,15 +285,14 @@ def _kept(call: Call, traced: Traced, outputs: Outputs) -> tuple[int, ...]:
     return tuple(kept)
 
 
-def _devices_of(leaves: Sequence[Any]) -> tuple[Device, ...]:
-    """The devices of a program with these arguments: several, if any argument is on several."""
-    found: tuple[Device, ...] = ()
-    for leaf in leaves:
-        if isinstance(leaf, _ARRAY):
-            devices = _in_order(leaf.sharding)
-            if len(devices) > len(found):
-                found = devices
-    return found
+def _devices_of(
+    leaves: Sequence[Any], in_shardings: Sequence[Sharding | None]
+) -> tuple[Device, ...]:
+    """The devices of a program with these arguments: several, if any argument is on several, or is
+    put there by it."""
+    shardings = [leaf.sharding for leaf in leaves if isinstance(leaf, _ARRAY)]
+    shardings += filter(None, in_shardings)
+    return max(map(_in_order, shardings), key=len, default=())
 
 
 def _in_order(sharding: Sharding) -> tuple[Device, ...]:
@@ -310,7 +305,7 @@ def _in_order(sharding: Sharding) -> tuple[Device, ...]:
 
 
 def _cuts(
-    call: Call, plan: Plan, values: list[Any], devices: tuple[Device, ...]
+    call: Call, traced: Traced, plan: Plan, values: list[Any], devices: tuple[Device, ...]
 ) -> tuple[_Cut, ...]:
     """What the program gives: the same on all processes."""
     places = {id(leaf): place for place, leaf in enumerate(call.leaves)}
@@ -318,7 +313,7 @@ def _cuts(
     cuts = []
     for number, (leaf, value) in enumerate(zip(plan.leaves, values, strict=True)):
         place = places.get(id(value))
-        if place is None or not _goes_along(value, devices):
+        if place is None or not _goes_along(value, traced.in_shardings[place], devices):
             continue
         rows = _rows(leaf, value.sharding)
         column = 0
@@ -329,9 +324,12 @@ def _cuts(
     return tuple(cuts)
 
 
-def _goes_along(value: Any, devices: tuple[Device, ...]) -> bool:
-    """Whether a leaf is an array on the program's devices, in their usual memory."""
+def _goes_along(value: Any, asked: Sharding | None, devices: tuple[Device, ...]) -> bool:
+    """Whether a leaf is an array on the program's devices, in their usual memory, where the step
+    leaves it: not elsewhere, from where it is brought to the sharding that the step asks for."""
     if not isinstance(value, _ARRAY) or not value.size:
+        return False
+    if asked is not None and not asked.is_equivalent_to(value.sharding, value.ndim):
         return False
     return _in_order(value.sharding) == devices and is_usual(value.sharding)
 
@@ -546,16 +544,13 @@ def _wanted(plan: Plan, cuts: tuple[_Cut, ...]) -> list[_Wanted]:
 
 def _sources(wanted: list[_Wanted], leaves: tuple[Leaf, ...], held: list[jax.Array]) -> list[Held]:
     """What of the part the program's outputs are. The list of these is emptied."""
-    places: dict[Sharding, dict[Device, int]] = {}
-    pieces_of = way_to_pieces()
+    places, pieces_of = Places(), way_to_pieces()
     found = []
     for owned, number, rows, lead in wanted:
         array = held[number]
-        where = places.get(array.sharding)
-        if where is None:
-            where = places[array.sharding] = places_of(array)
         assert owned.device is not None, "it is an array"
-        found.append(Held(owned, leaves, pieces_of(array)[where[owned.device]], rows, lead))
+        piece = pieces_of(array)[places.of(array)[owned.device]]
+        found.append(Held(owned, leaves, piece, rows, lead))
     held.clear()
     return found
 
@@ -564,7 +559,7 @@ def _coded(lanes: Lanes, start: int, coded: list[jax.Array]) -> list[Coded]:
     """What of the part the parity is that the program gave; it begins at `start`. The list of these
     is emptied."""
     geometry = lanes.geometry
-    places = places_of(coded[0])
+    places = Places().of(coded[0])
     pieces_of = way_to_pieces()
     found = []
     for piece, array in zip(exchange.pieces(geometry), coded, strict=True):

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import Device
-from jax.sharding import Sharding
 
 from jaxft.device.boxes import Box
 from jaxft.device.layout import Owned
-from jaxft.device.pieces import places_of, way_to_pieces
+from jaxft.device.leaves import stored
+from jaxft.device.pieces import Places, way_to_pieces
 from jaxft.device.shards import Plan
 from jaxft.device.sources import UNREACHABLE, Held, unreachable
 from jaxft.group.manifest import Leaf
@@ -87,7 +87,7 @@ class Views:
         ]
 
     def _find(self, values: list[Any]) -> list[_Sight]:
-        places: dict[Sharding, dict[Device, int]] = {}
+        places = Places()
         sights = []
         for leaf, shards in self._wanted.items():
             value, description = values[leaf], self._plan.leaves[leaf]
@@ -104,17 +104,14 @@ def _sight(
     description: Leaf,
     value: Any,
     devices: list[Device | None],
-    places: dict[Sharding, dict[Device, int]],
+    places: Places,
 ) -> _Sight:
     if isinstance(value, np.ndarray):
         return _Sight(leaf, _copied)
-    is_key = description.kind == "key"
-    array = jax.random.key_data(value) if is_key else value
-    if array.sharding not in places:
-        places[array.sharding] = places_of(array)
-    found = places[array.sharding]
+    array = stored(description, value)
+    found = places.of(array)
     numbers = tuple([0 if device is None else found[device] for device in devices])
-    if is_key:
+    if description.kind == "key":
         return _Sight(leaf, functools.partial(_of_keys, numbers))
     if len(found) > 1 and array.is_fully_replicated:
         return _Sight(leaf, _any_replica)

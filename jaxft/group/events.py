@@ -335,10 +335,11 @@ class Decide(_Value, frozen=True):
 
 
 class DeclareFault(_Value, frozen=True):
-    """To the agent: this world cannot go on."""
+    """To the agent: this world cannot go on. `kind` is that of the fault (`records.Fault`)."""
 
     host: str
     reason: str
+    kind: str = "smp_report"
 
 
 class Announce(_Value, frozen=True):

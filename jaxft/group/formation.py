@@ -32,6 +32,7 @@ def next_generation(
     nonce: str,
     reason: str,
     export: Export | None = None,
+    lent: Mapping[str, HostRecord] = {},
 ) -> Generation:
     """The generation after the newest one.
 
@@ -43,10 +44,12 @@ def next_generation(
         nonce: random.
         reason: for people.
         export: its ranks write what it goes on from there, one on each host.
+        lent: hosts that are there and take no part, by name.
     """
     hosts = in_order(choose(view, ready, hosts_max), view.generation)
     names = {record.host for record in hosts}
     spares = [record for host, record in sorted(ready.items()) if host not in names]
+    spares += [record for _, record in sorted(lent.items())]
     lenders = [record.member() for record in spares if has_memory(view, record)]
     fresh = _fresh(view, hosts)
     protected = Progress() if fresh else view.newest_progress
@@ -81,7 +84,10 @@ def choose(view: View, ready: Mapping[str, HostRecord], hosts_max: int) -> list[
 
 
 def in_order(chosen: list[HostRecord], last: Generation | None) -> list[HostRecord]:
-    """Everybody keeps their place; newcomers take those of the lost, in order of their names."""
+    """Everybody keeps their place; newcomers take those of the lost, in order of their names. Where
+    somebody else has numbered the ranks, the places are theirs."""
+    if all(record.place >= 0 for record in chosen):
+        return sorted(chosen, key=lambda record: record.place)
     by_name = {record.host: record for record in chosen}
     known = [member.host for member in last.hosts] if last is not None else []
     new = sorted((r for r in chosen if r.host not in known), key=lambda r: natural(r.host))
@@ -92,6 +98,13 @@ def in_order(chosen: list[HostRecord], last: Generation | None) -> list[HostReco
         elif new:
             placed.append(new.pop(0))
     return placed + new
+
+
+def of_one_run(ready: Mapping[str, HostRecord], host: str) -> dict[str, HostRecord]:
+    """Those whose ranks were started together with the ranks of `host`: an earlier start of the
+    same script, or a host that is left of it, may still be there."""
+    run = ready[host].run if host in ready else ""
+    return {name: record for name, record in ready.items() if record.run == run}
 
 
 def has_memory(view: View, record: HostRecord) -> bool:

@@ -8,8 +8,9 @@ decides: the rank whose count is behind is the one that the others wait for.
 
 Rules
 - A rank may be silent for `hang_s`, or FACTOR times the longest pause seen lately, whichever is
-  longer. Ranks that have called fewer than CALLS_MIN times are not watched, and what is learned
-  begins with the pause after the second call: the one before it has the compilation in it.
+  longer. One that has called fewer than CALLS_MIN times may be for `start_s`, since it has a
+  Snapshotter: it restores, loads its data, and compiles. What is learned begins with the pause
+  after the second call: the one before it has the compilation in it.
 - A rank that is in a long phase, which it has announced, is not late, nor is any other while it is:
   they may wait for it. So their silence counts anew when they hear of it.
 - The ranks that are behind are judged by their own limits, and all of them have to be late: one may
@@ -46,12 +47,14 @@ STOPPED = {"T": "it is stopped by a signal", "t": "a debugger holds it", "D": "t
 
 class Reading(NamedTuple):
     """What a rank says of itself: its `calls` of `save`, until when (monotonic time; 0: never) it
-    is in the long phase `phase`, and whether it is past its last call."""
+    is in the long phase `phase`, whether it is past its last call, and whether it has come as far
+    as to have a Snapshotter."""
 
     calls: int
     until_s: float = 0.0
     phase: str = ""
     closed: bool = False
+    arrived: bool = True
 
 
 class _Pace:
@@ -69,15 +72,20 @@ class Watch:
     Args:
         hang_s: the least that a rank may be silent.
         look_s: how often is looked, about.
+        start_s: the least that one may be silent that has called fewer than CALLS_MIN times; 0:
+            for ever.
         longest_s: the longest pause that was seen in earlier generations.
 
     Attributes:
-        patience: what `hang_s` is multiplied by.
+        patience: what `hang_s` and `start_s` are multiplied by.
     """
 
-    def __init__(self, hang_s: float, look_s: float, longest_s: float = 0.0) -> None:
+    def __init__(
+        self, hang_s: float, look_s: float, *, start_s: float = 0.0, longest_s: float = 0.0
+    ) -> None:
         self.patience = 1.0
         self._hang_s = max(hang_s, LOOKS_MIN * look_s)
+        self._start_s = start_s
         self._look_s = look_s
         self._looked_s = math.nan
         self._paces: dict[int, _Pace] = {}
@@ -93,6 +101,11 @@ class Watch:
     def limit_s(self) -> float:
         """How long a rank may be silent."""
         return max(self._hang_s * self.patience, FACTOR * self.longest_s)
+
+    @property
+    def start_limit_s(self) -> float:
+        """How long one may be silent that has hardly begun; 0: for ever."""
+        return max(self._start_s * self.patience, self.limit_s) if self._start_s else 0.0
 
     def look(self, readings: Mapping[int, Reading], now_s: float) -> bool:
         """Takes note of how the ranks stand; whether one is late."""
@@ -116,7 +129,8 @@ class Watch:
     def _look_at(self, pace: _Pace, reading: Reading, gap_s: float, now_s: float) -> None:
         before, pace.reading = pace.reading, reading
         pace.in_phase = now_s < reading.until_s
-        if pace.in_phase or reading.closed or reading.until_s != before.until_s:
+        is_news = (reading.until_s, reading.arrived) != (before.until_s, before.arrived)
+        if pace.in_phase or reading.closed or is_news:
             pace.still_s = 0.0
         elif reading.calls != before.calls:
             if before.calls >= LEARNS_FROM:
@@ -127,17 +141,19 @@ class Watch:
             pace.still_s += gap_s
 
     def ranks(self) -> tuple[RankStill, ...]:
-        """How each rank stands that has called `save` and will again."""
+        """How each rank stands that has a Snapshotter, and has not closed it."""
         return tuple(
             RankStill(
                 rank=rank,
                 calls=pace.reading.calls,
                 still_s=pace.still_s,
-                limit_s=self.limit_s if pace.reading.calls >= CALLS_MIN else 0.0,
+                limit_s=self.start_limit_s if starts else self.limit_s,
+                starts=starts,
                 phase=pace.reading.phase if pace.in_phase else "",
             )
             for rank, pace in self._paces.items()
-            if pace.reading.calls > 0 and not pace.reading.closed
+            if pace.reading.arrived and not pace.reading.closed
+            for starts in (pace.reading.calls < CALLS_MIN,)
         )
 
 
@@ -175,12 +191,14 @@ def find_hang(
     if same_s < CONFIRM_S:
         return None
     standing = [(host, rank) for host in hosts if host in still for rank in still[host].ranks]
-    is_late = any(rank.is_late for _, rank in standing)
-    if not is_late or any(rank.phase for _, rank in standing):
+    late = [rank for _, rank in standing if rank.is_late]
+    if not late or any(rank.phase for _, rank in standing):
         return None
     least = min(rank.calls for _, rank in standing)
     behind = [(host, rank) for host, rank in standing if rank.calls == least]
-    if not all(rank.is_late or rank.limit_s == 0 for _, rank in behind):
+    # One that has hardly begun may be what those wait for that are past that.
+    is_awaited = any(not rank.starts for rank in late)
+    if not all(rank.is_late or (rank.starts and is_awaited) for _, rank in behind):
         return None
     host, culprit = min(behind, key=lambda one: one[1].state not in STOPPED)
     others = [rank for _, rank in standing if rank.calls > least]
@@ -206,9 +224,10 @@ def find_hang(
 
 
 def _of_one(host: str, culprit: RankStill, others: list[RankStill]) -> str:
+    since = f"since call {culprit.calls}" if culprit.calls else "not once"
     detail = (
         f"rank {culprit.rank} on {host} hangs: it has not called save for {culprit.still_s:.0f} s, "
-        f"since call {culprit.calls}"
+        f"{since}"
     )
     if others:
         low, high = min(one.calls for one in others), max(one.calls for one in others)

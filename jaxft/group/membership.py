@@ -14,12 +14,14 @@ Rules
 - A new generation is formed from hosts whose ranks of the last one are seen dead: each member says
   so in its record (`left`), or is another incarnation of its agent, or has lost its lease, or is
   left out because it has said neither for `ack_s`.
-- A world does not grow while it runs: who comes later is a spare until the next generation. Only
-  one that has not settled yet is formed again when memory comes that it could go on from.
+- A world grows at a snapshot boundary (`growing`), while it has fewer hosts than it may have: then
+  it is ended for a larger one. Who comes later than that is a spare until the next generation. One
+  that has not settled yet is formed again when memory comes that it could go on from.
 - It contains a host of the last one (whose ranks are dead, so that the last world cannot go on), or
   waits until all of their leases have been gone for longer than a cut-off member trains on.
 - Hosts keep their places from generation to generation, and so ranks keep their numbers; a newcomer
   takes the place of a lost host.
+- A host that was lost again and again waits longer each time before it is in a world (`flapping`).
 - Hosts that were told to end are in no generation but an export (`ending`), which comes before
   every end.
 - Durations are counted by `Observer` from what it saw itself. When it has not looked for
@@ -33,8 +35,11 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from jaxft.group.causes import ended, error_in, is_consequence, outranks
 from jaxft.group.ending import ending, in_words, is_told, wanted_export
-from jaxft.group.formation import natural, next_generation
+from jaxft.group.flapping import BackedOff, Flapping, needed
+from jaxft.group.formation import natural, next_generation, of_one_run
+from jaxft.group.growing import Growth, grown, newcomers
 from jaxft.group.hanging import find_hang, is_suspected, who_is_late
 from jaxft.group.records import (
     DONE,
@@ -49,12 +54,9 @@ from jaxft.group.records import (
     JobEnd,
     View,
 )
+from jaxft.group.restarts import RestartPolicy, give_up, pause_s, remembering
 from jaxft.group.world import Code, Export, Generation, Member
 
-# Failures that a restart may or may not mend; the others are losses, after which it does.
-FAILURES = frozenset({"rank_exited", "rank_killed", "left_behind", "smp_report", "hung"})
-LOSSES = frozenset({"host_lost", "memory_lost", "agent_restarted", "told_to_end"})
-BACKOFF_S_MAX = 30.0
 TOLD = JobEnd(kind="told", reason="all hosts were told to end")
 FAULTS_KEPT = 16
 
@@ -67,10 +69,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     waited for. `cut_off_s`: how long a member that does not reach the store may train on, killing
     its ranks included. `form_timeout_s`: how long too few hosts are waited on. `exit_grace_s`: how
     long after the first rank the last one may end. `ack_s`: how long a member may take to kill its
-    ranks. `late_s`: see the module. `restarts_max`: failures in a row without a newer snapshot.
-    `early_s`: a script that fails sooner than this, twice in a row and before anything was
-    restored, fails always. `steady_s`: a generation that ran longer was no failure in vain.
-    `export_s`: how long an export may take.
+    ranks. `late_s`: see the module. `restarts`: what failures mean for the job. `export_s`: how
+    long an export may take.
     """
 
     job: str
@@ -84,19 +84,19 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     exit_grace_s: float = 30.0
     ack_s: float = 15.0
     late_s: float = 2.5
-    restarts_max: int = 3
-    early_s: float = 60.0
-    steady_s: float = 600.0
+    restarts: RestartPolicy = RestartPolicy()
     export_s: float = 600.0
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank ended; `code` is negative for a signal."""
+    """A rank ended; `code` is negative for a signal. `tail` are its last lines, and `error` the
+    error that ended it, "" if that is to be looked for in them."""
 
     rank: int
     code: int
     lived_s: float = 0.0
     tail: str = ""
+    error: str = ""
 
 
 class Me(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,8 +104,9 @@ class Me(msgspec.Struct, frozen=True, kw_only=True):
 
     `entered` is the generation it has entered last, `running` the one whose ranks it has not yet
     seen dead (0: none), `exits` are those of its ranks that ended by themselves. `report` is what
-    its SMP, as the root, says is wrong with `entered`: (host, reason). `answers` says of hosts
-    without an agent whether their SMP can still be reached. `leaving`: this agent was told to end.
+    its SMP, as the root, says is wrong with `entered`: (host, reason, kind of fault). `answers`
+    says of hosts without an agent whether their SMP can still be reached. `leaving`: this agent was
+    told to end.
     """
 
     host: str
@@ -113,7 +114,7 @@ class Me(msgspec.Struct, frozen=True, kw_only=True):
     entered: int = 0
     running: int = 0
     exits: tuple[Exit, ...] = ()
-    report: tuple[str, str] | None = None
+    report: tuple[str, str, str] | None = None
     answers: Mapping[str, bool] = {}
     leaving: bool = False
 
@@ -123,11 +124,12 @@ class Me(msgspec.Struct, frozen=True, kw_only=True):
 
 class Wait(msgspec.Struct, frozen=True):
     """Nothing is to be done, for `left_s` at most if that is not 0. Whether the SMPs of the members
-    in `probe` answer would help."""
+    in `probe` answer would help. `tell`: a person may wonder, though nobody knows how long."""
 
     reason: str
     left_s: float = 0.0
     probe: tuple[Member, ...] = ()
+    tell: bool = False
 
 
 class Form(msgspec.Struct, frozen=True):
@@ -147,6 +149,12 @@ class Enter(msgspec.Struct, frozen=True):
 
     generation: Generation
     index: int | None
+    reason: str
+
+
+class AskSnapshot(msgspec.Struct, frozen=True):
+    """Wish a snapshot out of turn of the generation that runs."""
+
     reason: str
 
 
@@ -181,7 +189,7 @@ class Finish(msgspec.Struct, frozen=True):
     reason: str
 
 
-Decision = Wait | Form | Enter | KillRanks | DeclareFault | ReportDone | Finish
+Decision = Wait | Form | Enter | AskSnapshot | KillRanks | DeclareFault | ReportDone | Finish
 
 
 class Observer:
@@ -191,6 +199,9 @@ class Observer:
         self.rules = rules
         self._since: dict[str, tuple[object, float]] = {}
         self._asked: set[str] = set()
+        self._growth = Growth(self._held_s)
+        self._flapping = Flapping(rules.restarts)
+        self._backed_off: dict[str, BackedOff] = {}
         self._now_s = -math.inf
 
     def decide(self, view: View, me: Me, now_s: float, nonce: str) -> Decision:
@@ -204,10 +215,14 @@ class Observer:
         if now_s - self._now_s > self.rules.late_s:
             self._since.clear()
         self._now_s = now_s
+        self._backed_off = self._flapping.backed_off(view, now_s)
         self._asked = set()
         decision = self._decide(view, me, nonce)
         if isinstance(decision, Finish) and not decision.known:
             decision = self._finish(view, me, decision.end, nonce)
+        if isinstance(decision, DeclareFault):
+            fault = remembering(decision.fault, view, self.rules.restarts)
+            decision = DeclareFault(fault, decision.expect, decision.reason)
         self._since = {key: self._since[key] for key in self._asked}
         return decision
 
@@ -215,6 +230,14 @@ class Observer:
     def counts(self) -> bool:
         """May the last decision become another one by the mere passing of time?"""
         return bool(self._since)
+
+    def why_it_waits(self, view: View, host: str) -> str:
+        """Why this host, which is not in the world, has to wait; "" if it does not. Of the last
+        decision."""
+        generation = view.generation
+        if generation is None or generation.index_of(host) is not None:
+            return ""
+        return self._backed_off[host].reason if host in self._backed_off else ""
 
     def _held_s(self, what: str, value: object) -> float:
         """For how long `what` has had this value under the observer's eyes."""
@@ -236,9 +259,7 @@ class Observer:
         found = find_fault(view, me) or self._left_behind(view) or self._late_export(view)
         found = found or self._hung(view)
         known = view.fault
-        if found is not None and (
-            known is None or (found.kind in LOSSES and known.kind in FAILURES)
-        ):
+        if found is not None and (known is None or outranks(found, known)):
             revision = view.revisions.get(f"{FAULT}{found.generation}")
             if known is not None:
                 detail = f"{found.detail} (first seen as: {known.detail})"
@@ -311,8 +332,10 @@ class Observer:
         member = me.host in {one.host for one in (*generation.hosts, *generation.holders)}
         if member and me.entered != number:
             return Enter(generation, index, generation.reason)
+        if index is not None:
+            return self._grow(view) or Wait(f"generation {number} runs")
         if member:
-            return Wait(f"generation {number} runs")
+            return Wait(f"generation {number} runs, which has this host's memory")
         record = view.hosts.get(me.host)
         if record is not None and record.snapshot is not None and number not in view.progress:
             detail = (
@@ -321,7 +344,34 @@ class Observer:
             )
             fault = Fault(generation=number, host=me.host, kind="memory_returned", detail=detail)
             return DeclareFault(fault, None, detail)
-        return Wait(f"generation {number} runs without this host, which is a spare")
+        return Wait(self._spare(view, me), tell=True)
+
+    def _grow(self, view: View) -> Decision | None:
+        """What the hosts that wait beside a world with room for them make of it."""
+        new = self._newcomers(view)
+        step = self._growth.decide(view, new, self.rules.settle_s)
+        if step is None:
+            return None
+        if step.action == "ask":
+            return AskSnapshot(step.reason)
+        if step.action == "wait":
+            return Wait(step.reason, step.left_s)
+        fault = grown(view, new)
+        return DeclareFault(fault, None, fault.detail)
+
+    def _newcomers(self, view: View) -> list[HostRecord]:
+        return newcomers(view, self.rules.hosts_max, waiting=self._backed_off)
+
+    def _spare(self, view: View, me: Me) -> str:
+        """Why this host does not train."""
+        assert view.generation is not None
+        there = f"generation {view.generation.number} runs without this host"
+        if me.host in self._backed_off:
+            return f"{there}: {self._backed_off[me.host].reason}"
+        if me.host in {record.host for record in self._newcomers(view)}:
+            return f"{there}, which it takes in after its next snapshot"
+        count = len(view.generation.hosts)
+        return f"{there}, a spare: it takes the place of one of the {count} hosts that is lost"
 
     # -------------------------------------------------------------------- forming a world
 
@@ -333,7 +383,7 @@ class Observer:
             reason = f"{_names(busy)} still has ranks of the last generation to kill"
             return Wait(reason, rules.ack_s - busy_s)
         # Not before: a silent host may turn out to be lost, and the failure its consequence.
-        end = ending(view) or (TOLD if is_told(view) else give_up(view, rules))
+        end = ending(view) or (TOLD if is_told(view) else give_up(view, rules.restarts))
         if end is not None:
             return Finish(end, False, end.reason)
         if me.leaving:
@@ -343,6 +393,7 @@ class Observer:
             for host, record in view.hosts.items()
             if host not in busy and not record.leaving
         }
+        ready = of_one_run(ready, me.host)
         gone = () if last is None else tuple(m for m in last.hosts if m.host not in view.hosts)
         gone_s = self._held_s("gone", frozenset(member.agent for member in gone))
         if any(member.host not in me.answers for member in gone):
@@ -353,12 +404,15 @@ class Observer:
             if gone_s <= rules.cut_off_s:
                 reason = "no host of the last generation is there; without the store it may live on"
                 return Wait(reason, rules.cut_off_s - gone_s, gone)
-        pause_s = backoff_s(view, rules)
-        if last is not None and (pause_s := pause_s - self._held_s("fault", last.number)) > 0:
-            return Wait("a pause after repeated failures", pause_s)
+        left_s, why = pause_s(view, rules.restarts)
+        if last is not None and (left_s := left_s - self._held_s("fault", last.number)) > 0:
+            return Wait(why, left_s)
+        left_out = self._left_out(view, ready)
+        lent = {host: ready.pop(host) for host in left_out}
         settled_s = self._held_s("ready", frozenset((r.host, r.agent) for r in ready.values()))
         if len(ready) >= rules.hosts_max:
-            return _form(view, ready, gone, me, rules, nonce, _are_there(rules.hosts_max))
+            there = _and(_are_there(rules.hosts_max), left_out)
+            return _form(view, ready, gone, me, rules, nonce, there, lent=lent)
         low, high = rules.hosts_min, rules.hosts_max
         there = f"{_are_there(len(ready))} ({low} to {high} are wanted)"
         if low == high:
@@ -367,12 +421,24 @@ class Observer:
             if (export := wanted_export(view)) is not None and ready:
                 return self._save_memory(view, me, ready, gone, export, nonce, there)
             return self._too_few(there, gone)
-        wait_s = rules.settle_s - settled_s
-        if any(me.answers[member.host] for member in gone):
+        # Where all are that were, nobody is waited for: the world grows when more come.
+        whole = last is not None and all(_is_same(one, ready.get(one.host)) for one in last.hosts)
+        wait_s = 0.0 if whole else rules.settle_s - settled_s
+        if any(me.answers[one.host] for one in gone if one.host not in self._backed_off):
             wait_s = max(wait_s, rules.agent_grace_s - gone_s)
         if wait_s > 0:
-            return Wait(f"{there}; waits for more", wait_s, gone)
-        return _form(view, ready, gone, me, rules, nonce, f"{there} and nobody else came")
+            return Wait(_and(f"{there}; waits for more", left_out), wait_s, gone)
+        there = _and(f"{there} and nobody else came", left_out)
+        return _form(view, ready, gone, me, rules, nonce, there, lent=lent)
+
+    def _left_out(self, view: View, ready: Mapping[str, HostRecord]) -> dict[str, str]:
+        """The hosts that are there and wait, since they were lost again and again; and why. None of
+        those without whom there are too few, and not the one that the last world has ended for."""
+        came = view.fault.host if view.fault is not None and view.fault.kind == "grown" else ""
+        waiting = {host: one for host, one in self._backed_off.items() if host in ready}
+        waiting.pop(came, None)
+        taken = needed(waiting, self.rules.hosts_min - len(ready) + len(waiting))
+        return {host: one.reason for host, one in waiting.items() if host not in taken}
 
     def _save_memory(
         self,
@@ -443,11 +509,12 @@ def find_fault(view: View, me: Me) -> Fault | None:
             kind, detail = lost
             return Fault(generation=number, host=member.host, kind=kind, detail=detail)
     if me.running == number:
-        for gone in me.exits:
-            if gone.code != 0 and generation.export is not None:
-                return _export_fault(number, me.host, gone)
-            if gone.code != 0:
-                return rank_fault(number, me.host, gone)
+        failed = [gone for gone in me.exits if gone.code != 0]
+        if failed and generation.export is not None:
+            return _export_fault(number, me.host, failed[0])
+        if failed:
+            found = (rank_fault(number, me.host, gone) for gone in failed)
+            return min(found, key=is_consequence)  # the first of those that are none, if there is
     index = generation.index_of(me.host)
     if me.entered == number and index is not None and me.running != number:
         if me.leaving:
@@ -456,8 +523,8 @@ def find_fault(view: View, me: Me) -> Fault | None:
         detail = f"{me.host} was cut off from the store for too long and killed its ranks"
         return Fault(generation=number, host=me.host, kind="cut_off", detail=detail)
     if me.report is not None and me.entered == number:
-        host, reason = me.report
-        return Fault(generation=number, host=host, kind="smp_report", detail=f"{host}: {reason}")
+        host, reason, kind = me.report
+        return Fault(generation=number, host=host, kind=kind, detail=f"{host}: {reason}")
     return None
 
 
@@ -478,22 +545,24 @@ def _lost(member: Member, record: HostRecord | None, me: Me) -> tuple[str, str] 
 
 
 def rank_fault(number: int, host: str, gone: Exit) -> Fault:
-    how = f"status {gone.code}" if gone.code > 0 else f"signal {-gone.code}"
+    error = gone.error or error_in(gone.tail)
+    said = f": {error}" if error and gone.code > 0 else ""
     return Fault(
         generation=number,
         host=host,
         kind="rank_exited" if gone.code > 0 else "rank_killed",
-        detail=f"rank {gone.rank} on {host} ended with {how} after {gone.lived_s:.1f} s",
+        detail=f"rank {gone.rank} on {host} ended with {ended(gone.code)} after "
+        f"{gone.lived_s:.1f} s{said}",
         rank=gone.rank,
         code=gone.code,
         lived_s=gone.lived_s,
         tail=gone.tail,
+        error=error,
     )
 
 
 def _export_fault(number: int, host: str, gone: Exit) -> Fault:
-    how = f"status {gone.code}" if gone.code > 0 else f"signal {-gone.code}"
-    words = gone.tail.splitlines()[-1] if gone.tail else f"the exporter ended with {how}"
+    words = gone.error or error_in(gone.tail) or f"the exporter ended with {ended(gone.code)}"
     return Fault(
         generation=number,
         host=host,
@@ -520,6 +589,11 @@ def unacknowledged(view: View) -> frozenset[str]:
     )
 
 
+def _is_same(member: Member, record: HostRecord | None) -> bool:
+    """Is this host there as it was when the generation was formed?"""
+    return record is not None and (record.agent, record.arena) == (member.agent, member.arena)
+
+
 def may_live_on(last: Generation, ready: Mapping[str, HostRecord]) -> bool:
     """Could the last world still train, without the store? Not once the ranks of one of its hosts
     are seen dead."""
@@ -539,98 +613,6 @@ def _ranks_of(generation: Generation, member: Member) -> frozenset[int]:
     return frozenset(range(first, first + member.ranks))
 
 
-# ------------------------------------------------------------------------------ failures in vain
-
-
-def failures_in_vain(view: View, rules: Rules) -> list[Fault]:
-    """The newest failures, newest first, after which nothing newer had been protected.
-
-    Losses of hosts between them neither count nor end the row.
-    """
-    found: list[Fault] = []
-    for number in sorted(view.faults, reverse=True):
-        fault = view.faults[number]
-        if fault.kind not in FAILURES:
-            continue
-        if fault.lived_s > rules.steady_s or _got_further(view, number):
-            break
-        found.append(fault)
-    return found
-
-
-def hangs_in_vain(view: View, rules: Rules) -> int:
-    """How many of them were hangs, or were taken for hangs."""
-    return sum(fault.kind == "hung" for fault in failures_in_vain(view, rules))
-
-
-def _got_further(view: View, number: int) -> bool:
-    """Has a generation protected what no failed one before it had? One that begins anew where
-    another did, as with a script that does not restore, has not while it only comes as far."""
-    progress = view.progress.get(number)
-    if progress is None or progress.step <= progress.base:
-        return False
-    before = [
-        view.progress[one]
-        for one, fault in view.faults.items()
-        if one < number and fault.kind in FAILURES and one in view.progress
-    ]
-    return not any(one.base >= progress.base and one.step >= progress.step for one in before)
-
-
-def _nothing_recoverable(fault: Fault) -> bool:
-    """Did the rank end by this error of `restore`?"""
-    return fault.kind == "rank_exited" and "NothingRecoverable" in fault.tail
-
-
-def backoff_s(view: View, rules: Rules) -> float:
-    """How long to wait before the next try: nothing after the first failure, then 1 s, 2 s, ..."""
-    count = len(failures_in_vain(view, rules))
-    return 0.0 if count < 2 else min(BACKOFF_S_MAX, 2.0 ** (count - 2))
-
-
-def give_up(view: View, rules: Rules) -> JobEnd | None:
-    """The end of a job whose restarts bring nothing."""
-    vain = failures_in_vain(view, rules)
-    if not vain:
-        return None
-    fault = vain[0]
-    early = [
-        fault.kind == "rank_exited"
-        and fault.lived_s < rules.early_s
-        and fault.generation not in view.progress
-        for fault in vain[:2]
-    ]
-    lost = [_nothing_recoverable(one) for one in vain[:2]] == [True, True]
-    if lost:
-        why = "what was protected is lost: twice in a row nothing could give it back "
-        why += "(NothingRecoverable)"
-    elif early == [True, True]:
-        why = "twice in a row before anything was restored: the script fails whenever it is started"
-    elif len(vain) >= rules.restarts_max:
-        steps = [
-            view.progress[one.generation].step for one in vain if one.generation in view.progress
-        ]
-        step = max(steps, default=-1)
-        where = f"no snapshot newer than step {step}" if step >= 0 else "no snapshot at all"
-        count = "1 failure" if len(vain) == 1 else f"{len(vain)} failures in a row"
-        why = f"{count} brought {where}"
-    else:
-        return None
-    newest = view.newest_progress
-    # One of an earlier run is not in this one's memory. What has a place on storage gets there.
-    in_memory = newest.snapshot is not None and newest.snapshot.generation > view.number
-    if in_memory and not lost and newest.export is None:
-        why += f"; the snapshot of step {newest.step} goes with the run's memory"
-    return JobEnd(
-        kind="world" if lost or fault.kind == "smp_report" else "script",
-        reason=f"{fault.detail} (generation {fault.generation}); {why}",
-        generation=fault.generation,
-        host=fault.host,
-        rank=fault.rank,
-        tail=fault.tail,
-    )
-
-
 def _form(
     view: View,
     ready: Mapping[str, HostRecord],
@@ -640,8 +622,11 @@ def _form(
     nonce: str,
     there: str,
     export: Export | None = None,
+    *,
+    lent: Mapping[str, HostRecord] = {},
 ) -> Form:
-    """Forms the next generation of the hosts that are `ready`; `gone` have lost their lease."""
+    """Forms the next generation of the hosts that are `ready`; `gone` have lost their lease, and of
+    those that are left out only the memory is used, that of the records in `lent`."""
     generation = next_generation(
         view,
         ready,
@@ -652,9 +637,10 @@ def _form(
         nonce=nonce,
         reason=there if view.fault is None else f"{view.fault.detail}; {there}",
         export=export,
+        lent=lent,
     )
     members = [member.host for member in (*generation.hosts, *generation.holders)]
-    keys = [f"{HOST}{host}" for host in members if host in ready]
+    keys = [f"{HOST}{host}" for host in members if host in ready or host in lent]
     expect: dict[str, int | None] = {key: view.revisions.get(key) for key in (GENERATION, *keys)}
     expect[END] = None
     oldest = generation.number - FAULTS_KEPT
@@ -666,6 +652,11 @@ def _form(
         if number < oldest and number != max(view.progress)
     ]
     return Form(generation, expect, tuple(stale), generation.reason)
+
+
+def _and(there: str, left_out: Mapping[str, str]) -> str:
+    """Who is there, and who waits."""
+    return "; ".join((there, *left_out.values()))
 
 
 def _are_there(count: int) -> str:

@@ -46,9 +46,12 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     `coordinator` is a reserved port, for the case that this host becomes the first. `newest` and
     `snapshot` are the largest generation and the newest snapshot that its memory knows of. `left`
     is the newest generation of this agent of which no rank lives here any more. `fresh`: the run
-    was started to ignore earlier memory. `leaving`: it was told to end. `trust` is the name of what
+    was started to ignore earlier memory. `leaving`: it was told to end. `waits` is why it takes no
+    part, if it was lost again and again. `trust` is the name of what
     hosts on other machines must have, to talk to this one. `machine` is another one on each machine
-    and after each of its boots ("": not known).
+    and after each of its boots ("": not known). Of ranks that agents have not started, `run` names
+    the start of the script that they are of, and `place` is this host's among its hosts: others
+    have numbered the ranks.
     """
 
     host: str
@@ -63,8 +66,11 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     left: int = 0
     fresh: bool = False
     leaving: bool = False
+    waits: str = ""
     trust: str = ""
     machine: str = ""
+    run: str = ""
+    place: int = -1
 
     def member(self) -> Member:
         return Member(
@@ -86,15 +92,18 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
         left_behind                some ranks ended well and others did not follow
         hung                       a rank has not called `save` for longer than it may
         smp_report                 the root says that this world cannot go on
+        unreachable                the root says that it does not hear an SMP while it restores
         host_lost, memory_lost, agent_restarted, smp_moved    a member is not what it was
         cut_off                    a member could not reach the store, and killed its ranks
         memory_returned            a host with memory came before the generation had settled
+        grown                      hosts came that the world had room for; no fault of anybody
         told_to_end                a host was told to end
         export_failed, export_late    the newest snapshot did not get to storage
 
     `rank` and `code` (negative: a signal) are of the rank that ended, `lived_s` is for how long it
-    ran, `tail` the last lines of its log, or where a rank that hangs is. `at_s` is when it was
-    written, in seconds since the epoch, for people.
+    ran, `tail` the last lines of its log, or where a rank that hangs is, `error` the error in them.
+    `at_s` is when it was written, in seconds since the epoch, by the clock of who wrote it, and
+    `earlier_s` when the failures before it were, as far as they are counted (`restarts`).
     """
 
     generation: int
@@ -105,7 +114,9 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     code: int = 0
     lived_s: float = 0.0
     tail: str = ""
+    error: str = ""
     at_s: float = 0.0
+    earlier_s: tuple[float, ...] = ()
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,13 +139,15 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 class RankStill(msgspec.Struct, frozen=True, kw_only=True):
     """A rank that has not called `save` for `still_s`, since call `calls` of this generation, and
-    may for `limit_s` (0: it is not watched yet). `phase` is the long phase that it has announced,
+    may for `limit_s` (0: for ever). `starts`: it has hardly begun, and that is the limit of such
+    ones. `phase` is the long phase that it has announced,
     `state` its process's as in proc(5), `stack` the lines where it is, innermost first."""
 
     rank: int
     calls: int
     still_s: float
     limit_s: float = 0.0
+    starts: bool = False
     phase: str = ""
     state: str = ""
     stack: str = ""
@@ -153,7 +166,8 @@ class HostStill(msgspec.Struct, frozen=True, kw_only=True):
 
 class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The job is over. `kind` is "finished", "script" (the training script is at fault), "world"
-    (the world could not be formed, or could not go on) or "told" (all hosts were told to end)."""
+    (the world could not be formed, or could not go on) or "told" (all hosts were told to end).
+    `failures` are those that led to it, as far as they are on record, the first one first."""
 
     kind: str
     reason: str
@@ -161,6 +175,7 @@ class JobEnd(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     rank: int = -1
     tail: str = ""
+    failures: tuple[Fault, ...] = ()
 
     @property
     def ok(self) -> bool:

@@ -88,7 +88,8 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Export(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a world's snapshots go on storage: `directory`, in which `keep` checkpoints stay.
+    """Where a world's snapshots go on storage: `directory`, in which `keep` checkpoints stay (0: it
+    is a manager's of `jaxft.orbax`, which keeps what it will).
     `tries`: how often it was tried to write the newest one before the job ends."""
 
     directory: str

@@ -25,7 +25,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -87,10 +87,16 @@ def encode(message: ScriptMessage | SoloMessage) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
+class Held(Protocol):
+    """What a place hangs on."""
+
+    def let_go(self, *, finished: bool = False) -> None: ...
+
+
 class Seat:
     """A rank's place. `finish` says that the job is done; `leave` only lets go of the place."""
 
-    def __init__(self, env: config.RankEnv, place: Place | None = None) -> None:
+    def __init__(self, env: config.RankEnv, place: Held | None = None) -> None:
         self.env = env
         self._place = place
         if place is not None:

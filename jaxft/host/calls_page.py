@@ -13,6 +13,7 @@ Layout (little endian, aligned, so that no word is seen half written):
     40  1 once it will not call any more
     48  until when it is in a long phase, monotonic time, a double; 0.0: in none
     64  the phase's name, UTF-8, zeros behind it
+    128 what the rank's JAX goes by (`startup.surroundings`), as JSON, zeros behind it
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ MAGIC = int.from_bytes(b"jaxft c1", "little")
 SIZE_BYTES = 4096
 _CALLS, _PID, _SIGNAL, _THREAD, _CLOSED, _UNTIL = 1, 2, 3, 4, 5, 6
 _NAME = slice(64, 128)
+_SURROUNDINGS = slice(128, SIZE_BYTES)
 
 
 class CallsPage:
@@ -44,6 +46,7 @@ class CallsPage:
         self._words = whole[:64].cast("Q")
         self._times = whole[:64].cast("d")
         self._name = whole[_NAME]
+        self._surroundings = whole[_SURROUNDINGS]
         self.counter = self._words[_CALLS : _CALLS + 1]
 
     # -------------------------------------------------------------------- the agent's side
@@ -68,7 +71,13 @@ class CallsPage:
             until_s=self._times[_UNTIL],
             phase=bytes(self._name).rstrip(b"\0").decode(errors="replace"),
             closed=bool(self._words[_CLOSED]),
+            arrived=bool(self._words[_PID]),
         )
+
+    @property
+    def surroundings(self) -> str:
+        """What the rank's JAX goes by; "" until the rank has said so."""
+        return bytes(self._surroundings).rstrip(b"\0").decode(errors="replace")
 
     @property
     def pid(self) -> int:
@@ -107,6 +116,12 @@ class CallsPage:
         """The rank is there; its stacks are written at signal `number`."""
         self._words[_THREAD], self._words[_SIGNAL] = thread, number
         self._words[_PID] = pid
+
+    def tell_surroundings(self, text: str) -> None:
+        """What this rank's JAX goes by. Too much of it is not told."""
+        told = text.encode()
+        if len(told) <= len(self._surroundings):
+            self._surroundings[: len(told)] = told
 
     def enter_phase(self, name: str, at_most_s: float) -> tuple[float, bytes]:
         """A long phase begins; returns what `leave_phase` needs."""

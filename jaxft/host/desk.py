@@ -254,6 +254,8 @@ class Desk:
                     arena.close()
             case p.HelperState():
                 self._helper_state(message)
+            case p.Wrote():
+                self.driver.wrote(message.step)
             case _:
                 raise JaxftError(f"a rank does not say {type(message).__name__}")
 

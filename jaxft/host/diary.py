@@ -74,6 +74,10 @@ class Diary:
             else:
                 self.note("persist_failed", f"of step {order.step}: {order.result}")
 
+    def wrote(self, step: int) -> None:
+        """Ranks have written a checkpoint of this step to storage."""
+        self.persisted = Persisted(step, self._clock()) if step >= 0 else None
+
     def _held_is(self, reason: str) -> None:
         before, self._held = self._held, reason
         if not reason:

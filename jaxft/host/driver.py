@@ -571,7 +571,14 @@ class Driver:
 
     def _declare_fault(self, effect: e.DeclareFault) -> None:
         _log.error("host %s: %s", effect.host, effect.reason)
-        self.clients.tell(p.FaultTold(host=effect.host, reason=effect.reason), "agent")
+        told = p.FaultTold(host=effect.host, reason=effect.reason, kind=effect.kind)
+        self.clients.tell(told, "agent")
+
+    def wrote(self, step: int) -> None:
+        """The ranks have a checkpoint on storage, without any helper."""
+        self.diary.wrote(step)
+        generation = self.ledger.generation
+        self._tell_agent("persisted", {"generation": generation, "step": step, "result": "written"})
 
     def _announce(self, effect: e.Announce) -> None:
         self._tell_agent(effect.kind, dict(effect.detail))

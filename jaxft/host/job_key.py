@@ -62,11 +62,18 @@ class JobKey:
             ConfigError: it cannot be read, others can read it, or it holds no key.
         """
         try:
-            with path.open("rb") as file:
-                status = os.fstat(file.fileno())
-                content = file.read(_FILE_BYTES_MAX)
+            # A pipe that nobody writes into would be waited for.
+            fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                status, content = os.fstat(fd), os.read(fd, _FILE_BYTES_MAX)
+            finally:
+                os.close(fd)
         except OSError as error:
             raise ConfigError(f"{named_by} {path}: {error.strerror or error}") from error
+        if not stat.S_ISREG(status.st_mode):
+            raise ConfigError(
+                f"{named_by} {path}: this is no regular file (JAXFT_JOB_KEY takes the key itself)"
+            )
         mode, user = stat.S_IMODE(status.st_mode), os.geteuid()
         others = 0o037 if status.st_uid == 0 and user != 0 else 0o077
         if mode & others or status.st_uid not in (0, user):

@@ -24,6 +24,9 @@ from jaxft.group.messages import (
 )
 from jaxft.group.world import Generation, Group
 
+# The exit status of an SMP that another process keeps from listening.
+CANNOT_LISTEN = 3
+
 # ------------------------------------------------------------------------------ client -> SMP
 
 
@@ -165,6 +168,13 @@ class HelperState(msgspec.Struct, frozen=True, kw_only=True, tag="helper_state")
     detail: str = ""
 
 
+class Wrote(msgspec.Struct, frozen=True, kw_only=True, tag="wrote"):
+    """Rank 0, where ranks write to storage themselves: step `step` is the newest one there (-1:
+    none) of what the job goes on from."""
+
+    step: int
+
+
 class Inspect(msgspec.Struct, frozen=True, kw_only=True, tag="inspect"):
     """Anyone: describe yourself (for status pages and tests)."""
 
@@ -193,6 +203,7 @@ ClientMessage = (
     | Missed
     | LastCall
     | HelperState
+    | Wrote
     | Inspect
     | InspectPeer
 )
@@ -323,10 +334,11 @@ class PersistTold(msgspec.Struct, frozen=True, kw_only=True, tag="persist"):
 
 
 class FaultTold(msgspec.Struct, frozen=True, kw_only=True, tag="fault"):
-    """To the agent: this world cannot go on."""
+    """To the agent: this world cannot go on. `kind` is that of the fault (`records.Fault`)."""
 
     host: str
     reason: str
+    kind: str = "smp_report"
 
 
 class Announced(msgspec.Struct, frozen=True, kw_only=True, tag="announced"):

@@ -16,9 +16,10 @@ import time
 from pathlib import Path
 
 from jaxft import config, faults
-from jaxft.errors import JaxftError
+from jaxft.errors import JaxftError, WireError
 from jaxft.group.account import ACCOUNT_KEY
 from jaxft.group.timing import Timing
+from jaxft.host import protocol as p
 from jaxft.host.accountant import Accountant, account_of
 from jaxft.host.clients import Clients
 from jaxft.host.descriptors import allow_all
@@ -231,7 +232,7 @@ def main(argv: list[str] | None = None) -> int:
         )
     except JaxftError as error:
         _log.error("cannot start: %s", error)
-        return 1
+        return p.CANNOT_LISTEN if isinstance(error, WireError) else 1
     try:
         smp.run()
     finally:

@@ -84,6 +84,13 @@ def misfit(own: str, view: View) -> str:
                 f"a loopback address), and host {other.host} is at {other.address}: on host "
                 f"{local.host}, {_REMEDY}"
             )
+        ours, theirs = mine.member().ip, record.member().ip
+        if ours and theirs and _ip(ours).version != _ip(theirs).version:
+            return (
+                f"host {record.host} is at {theirs}, and this host, {own}, at {ours}: one is an "
+                f"IPv{_ip(theirs).version} address, the other an IPv{_ip(ours).version} one, and "
+                f"hosts only reach each other by one kind: {_REMEDY}"
+            )
         if record.trust != mine.trust:
             return (
                 f"host {record.host} has job key {record.trust}, and this host, {own}, has "

@@ -25,6 +25,7 @@ from jaxft import config, faults
 from jaxft.errors import JaxftError, LaunchError, StoreError
 from jaxft.group import membership as m
 from jaxft.group.absence import mind_absence
+from jaxft.group.causes import LOSSES, is_consequence
 from jaxft.group.messages import Turn
 from jaxft.group.records import (
     DONE,
@@ -44,7 +45,12 @@ from jaxft.launch.addresses import misfit
 from jaxft.launch.announcements import code_of, in_words
 from jaxft.launch.console import Console
 from jaxft.launch.ended_run import clear_ended_run
-from jaxft.launch.floor import remember, stored_generation
+from jaxft.launch.floor import (
+    known_generation,
+    remember,
+    remember_generation,
+    stored_generation,
+)
 from jaxft.launch.hostdir import (
     LOOPBACK,
     Lock,
@@ -55,10 +61,11 @@ from jaxft.launch.hostdir import (
     remove,
 )
 from jaxft.launch.job_keys import job_trust
-from jaxft.launch.last_snapshot import SHARE, LastSnapshot, last_words
-from jaxft.launch.leaving import Leaving
+from jaxft.launch.last_snapshot import LastSnapshot, last_words
+from jaxft.launch.leaving import INTERRUPT_S, Leaving
 from jaxft.launch.options import KILL_S, RunOptions
 from jaxft.launch.persisting import Persisting
+from jaxft.launch.preemption import LOOK_S, PreemptionNotice
 from jaxft.launch.probe import answering
 from jaxft.launch.progress import ProgressLog
 from jaxft.launch.ranks import Ranks
@@ -87,10 +94,10 @@ QUIET_KINDS = frozenset({"committed", "chosen"})
 
 
 class Interrupted(Exception):
-    """A signal told this agent to end."""
+    """A signal told this agent to end, or what counts as one."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(f"signal {number}")
+    def __init__(self, number: int, why: str = "") -> None:
+        super().__init__(why or f"signal {number} ({signal.Signals(number).name})")
         self.number = number
 
 
@@ -117,6 +124,7 @@ class Agent:
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._signal = 0
         self._hurried = False
+        self._notice = PreemptionNotice(options.preemption_file, options.host)
         self._rank_file = RankFile(self.directory / "ranks")
         self._smp = SnapshotProcess(
             options, self.directory, options.logs() / "smp.log", console.say
@@ -125,7 +133,7 @@ class Agent:
         self._last_snapshot = LastSnapshot(options.host, self._smp)
         self._leaving: Leaving | None = None
         self._progress = ProgressLog()
-        self._ranks = Ranks(options, self._smp.socket, self._rank_file, console, self._events)
+        self._ranks = self._new_ranks()
         self._watchdog = Watchdog(options, self._ranks, self._smp.look_s, console.say)
         self._observer = m.Observer(options.rules())
         self._port = self._new_port()
@@ -136,14 +144,20 @@ class Agent:
         self._left = 0
         self._floor = 0
         self._checked = 0
-        self._report: tuple[str, str] | None = None
+        self._report: tuple[str, str, str] | None = None
         self._answers: dict[str, bool] = {}
         self._probed_s = 0.0
         self._unheard: dict[str, float] = {}
         self._said = ""
+        self._said_generation = 0
         self._waits = ("", 0.0)
         self._waits_long = False
+        self._why_it_waits = ""
         self._failed = True
+        self._keeps_memory = False  # for the agent after this one
+
+    def _new_ranks(self) -> Ranks:
+        return Ranks(self.options, self._smp.socket, self._rank_file, self._console, self._events)
 
     def _new_port(self) -> ReservedPort:
         """Where JAX's coordinator listens, should this host be the first."""
@@ -163,6 +177,7 @@ class Agent:
         faults.arm(config.faults_text())
         self._events.emit("agent_started", agent=self._identity)
         try:
+            self._heed()
             self._rank_file.kill_left(KILL_S)
             access = self.options.store_access()
             self._store = open_store(self.options.store, job=self.options.job, access=access)
@@ -188,8 +203,7 @@ class Agent:
     def _loop(self, store: Store) -> JobEnd:
         while True:
             self._wait(self._left_s())
-            if self._signal:
-                raise Interrupted(self._signal)
+            self._heed()
             for happening in self._smp.poll():
                 self._smp_happened(happening, store)
             self._ranks.poll()
@@ -217,7 +231,17 @@ class Agent:
             return TICK_S
         # It may stay away without a word, and this host may not go on without it for longer.
         left_s = self.options.store_grace_s - registration.silent_s()
-        return max(TICK_S, min(CALM_S, left_s))
+        calm_s = LOOK_S if self._notice.is_expected else CALM_S
+        return max(TICK_S, min(calm_s, left_s))
+
+    def _heed(self) -> None:
+        """Raises Interrupted if this host is to go."""
+        if self._signal:
+            raise Interrupted(self._signal)
+        if self._notice.is_there():
+            self._events.emit("preempted", path=self._notice.path, generation=self._entered)
+            self._signal = signal.SIGTERM
+            raise Interrupted(signal.SIGTERM, str(self._notice))
 
     def _wait(self, timeout_s: float) -> None:
         poller = select.poll()
@@ -241,14 +265,11 @@ class Agent:
 
     def _wait_for_name(self, store: Store) -> None:
         """An agent that was lost with another machine has this host's name for a lease."""
-
-        def check() -> None:
-            if self._signal:
-                raise Interrupted(self._signal)
-
         patience_s = 2 * self.options.lease_s + LAPSE_S
         try:
-            wait_for_name(store, self._host, machine_id(), patience_s, self._console.say, check)
+            wait_for_name(
+                store, self._host, machine_id(), patience_s, self._console.say, self._heed
+            )
         except Interrupted:
             # Nothing of this host is in the job yet, so there is nothing to leave.
             store.close()
@@ -257,19 +278,28 @@ class Agent:
 
     def _leave_job(self, told: Interrupted) -> None:
         """This host is to go; so may be the whole job, which then writes its newest snapshot."""
-        deadline_s = time.monotonic() + self.options.term_grace_s
-        store = self._store if told.number == signal.SIGTERM else None
-        if store is not None:
-            self._leaving = Leaving(self.options)
-            self._register()
-        if store is None or not self._is_export:
-            if store is not None:
-                self._take_last_snapshot(store)
-            self._console.say(f"{told}: the ranks are told to end")
-            left_s = max(0.0, deadline_s - time.monotonic())
-            self._ranks.end(told.number, left_s, lambda: self._hurried)
-        if store is not None and self._leaving is not None:
-            self._stay(store, self._leaving)
+        store = self._store
+        if store is None or told.number != signal.SIGTERM:
+            self._end_ranks(told, INTERRUPT_S, quietly=True)
+            return
+        leaving = self._leaving = Leaving(self.options)
+        self._console.say(f"{told}: this host is to go, within {self.options.grace_s:g} s")
+        self._register()
+        if not self._is_export:
+            self._take_last_snapshot(store, leaving.snapshot_until_s)
+            self._end_ranks(told, leaving.ranks_until_s - time.monotonic())
+        self._stay(store, leaving)
+
+    def _end_ranks(self, told: Interrupted, left_s: float, *, quietly: bool = False) -> None:
+        """Tells the ranks to end.
+
+        Args:
+            quietly: nobody wants to see how they do, and what breaks in them one after the other.
+        """
+        if self._ranks.running:
+            logs = f"; what they say now is in their logs, {self.options.logs()}" if quietly else ""
+            self._console.say(f"{told}: the ranks are told to end{logs}")
+        self._ranks.end(told.number, max(0.0, left_s), lambda: self._hurried, quietly=quietly)
 
     def _stay(self, store: Store, leaving: Leaving) -> None:
         """Takes part in what all hosts that were told to end do before they go."""
@@ -296,12 +326,11 @@ class Agent:
         generation = self._generation
         return bool(self._ranks.running) and generation is not None and bool(generation.export)
 
-    def _take_last_snapshot(self, store: Store) -> None:
+    def _take_last_snapshot(self, store: Store, deadline_s: float) -> None:
         """This host is to go (preemption, for example): asks for a snapshot out of turn and waits
         until it is protected, or for a share of the time there is. SIGINT ends the wait."""
         if not self._ranks.running:
             return
-        deadline_s = time.monotonic() + SHARE * self.options.term_grace_s
         why_not = self._no_last_snapshot(deadline_s)
         if not why_not:
             self._last_snapshot.ask()
@@ -337,16 +366,22 @@ class Agent:
         """Ends everything, whatever of it there is; the SMP is given a few seconds."""
         try:
             self._persisting.kill()
-            self._ranks.kill()
+            self._ranks.close()
         finally:
             if self._watcher is not None:
                 self._watcher.close()
-            self._smp.stop()
+            if self._keeps_memory:
+                self._smp.leave()
+            else:
+                self._smp.stop()
             self._port.close()
             if self._store is not None:
                 self._store.close()
             self._events.close()
-            remove(self.directory, self._lock, keep_logs=self._failed)
+            if self._keeps_memory:
+                self._lock.release()
+            else:
+                remove(self.directory, self._lock, keep_logs=self._failed)
             os.close(self._wake_r)
             os.close(self._wake_w)
 
@@ -359,8 +394,8 @@ class Agent:
             case Died(pid):
                 self._console.say(f"the SMP (pid {pid}) died; it is started again")
                 self._events.emit("smp_died", pid=pid, generation=self._entered)
-            case protocol.FaultTold(host=host, reason=reason):
-                self._report = (host, reason)
+            case protocol.FaultTold(host=host, reason=reason, kind=kind):
+                self._report = (host, reason, kind)
             case protocol.PersistTold(order=order):
                 self._persisting.ordered(order, self._generation)
             case protocol.TurnTold(turn=turn):
@@ -377,7 +412,8 @@ class Agent:
             f"smp_{how}", pid=welcome.pid, arena=welcome.arena, generation=self._entered
         )
         if self._registration is None:
-            self._floor = max(self._floor, stored_generation(self.options.job))
+            job = self.options.job
+            self._floor = max(self._floor, stored_generation(job), known_generation(job))
             self._registration = Registration(store, self.options.lease_s)
             self._watcher = StoreWatcher(
                 store,
@@ -398,35 +434,40 @@ class Agent:
 
     def _register(self) -> None:
         """Writes this host's record as it is now."""
-        welcome, options = self._smp.welcome, self.options
+        welcome = self._smp.welcome
         if welcome is None or self._registration is None or self._watcher is None:
             return
-        self._registration.put(
-            HostRecord(
-                host=options.host,
-                agent=self._identity,
-                arena=welcome.arena,
-                address=welcome.address,
-                coordinator=self._port.address,
-                ranks=options.ranks_per_host,
-                domain=options.domain,
-                newest=max(welcome.generation, self._entered, self._floor),
-                snapshot=welcome.newest,
-                left=self._left,
-                fresh=options.fresh,
-                leaving=self._leaving is not None,
-                trust=welcome.trust,
-                machine=machine_id(),
-            )
-        )
+        self._registration.put(self._record(welcome))
         with contextlib.suppress(StoreError):
             self._watcher.refresh()
+
+    def _record(self, welcome: protocol.Welcome) -> HostRecord:
+        options = self.options
+        return HostRecord(
+            host=options.host,
+            agent=self._identity,
+            arena=welcome.arena,
+            address=welcome.address,
+            coordinator=self._port.address,
+            ranks=options.ranks_per_host,
+            domain=options.failure_domain,
+            newest=max(welcome.generation, self._entered, self._floor),
+            snapshot=welcome.newest,
+            left=self._left,
+            fresh=options.fresh,
+            leaving=self._leaving is not None,
+            waits=self._why_it_waits,
+            trust=welcome.trust,
+            machine=machine_id(),
+        )
 
     def _announced(self, kind: str, detail: dict[str, str | int | float]) -> None:
         number = self._entered
         facts = {key: value for key, value in detail.items() if key not in ("event", "generation")}
         self._events.emit(kind, generation=number, **facts)
-        if kind not in QUIET_KINDS:
+        # Where ranks were stopped, that snapshots are held is no news.
+        beside = kind in ("held", "held_over") and not self._ranks.running
+        if kind not in QUIET_KINDS and not beside:
             words = in_words(kind, facts, exports=self._is_export)
             self._console.say(f"generation {number}: {words}")
         if kind == "generation_floor":
@@ -519,6 +560,7 @@ class Agent:
                 )
                 if isinstance(decision, m.Finish):
                     return self._finish(decision, store)
+                self._tell_wait(view)
                 if not self._perform(decision, store, view):
                     return None
                 self._watcher.refresh()
@@ -526,13 +568,21 @@ class Agent:
             self._say_once(f"the store does not answer: {error}")
         return None
 
+    def _tell_wait(self, view: View) -> None:
+        """This host's record says why it takes no part."""
+        why = self._observer.why_it_waits(view, self._host)
+        if why != self._why_it_waits:
+            self._why_it_waits = why
+            self._register()
+
     def _perform(self, decision: m.Decision, store: Store, view: View) -> bool:
         """Whether the store has to be read again for the next decision."""
         match decision:
-            case m.Wait(reason, left_s, probe):
-                self._say_wait(reason, left_s)
+            case m.Wait(reason, left_s, probe, tell):
+                self._say_wait(reason, left_s, tell=tell)
                 self._probe(probe)
-                self._waits_long = not (left_s or probe or self._observer.counts)
+                owes = tell and reason != self._said
+                self._waits_long = not (left_s or probe or owes or self._observer.counts)
                 return False
             case m.Form():
                 self._form(decision, store)
@@ -540,6 +590,11 @@ class Agent:
                 if not self._smp.is_up:
                     return False
                 self._enter(generation, index, reason)
+            case m.AskSnapshot(reason):
+                self._say_once(reason)
+                self._smp.send(protocol.SnapshotNow(reason=reason))
+                self._progress.hurry()
+                return False
             case m.KillRanks(generation=number, reason=reason):
                 return self._leave(number, store, view.faults.get(number))
             case m.DeclareFault(fault, expect, _):
@@ -577,11 +632,14 @@ class Agent:
                 holders=[member.host for member in generation.holders],
                 reason=decision.reason,
             )
-            names = ", ".join(member.host for member in generation.hosts)
-            self._console.say(
-                f"generation {generation.number} ({names}; {code_of(generation)}): "
-                f"{decision.reason}"
-            )
+            self._say_generation(generation)
+
+    def _say_generation(self, generation: Generation) -> None:
+        names = ", ".join(member.host for member in generation.hosts)
+        self._said_generation = generation.number
+        self._console.say(
+            f"generation {generation.number} ({names}; {code_of(generation)}): {generation.reason}"
+        )
 
     def _enter(self, generation: Generation, index: int | None, reason: str) -> None:
         """Old ranks are dead; the SMP is told; then the new ones are started."""
@@ -589,6 +647,7 @@ class Agent:
         self._ranks.kill()
         self._persisting.leave()
         self._generation, self._report = generation, None
+        remember_generation(self.options.job, generation.number)
         self._progress.enter(generation)
         self._last_snapshot.enter()
         self._answers = {}
@@ -600,6 +659,9 @@ class Agent:
             generation=generation.number,
             index=index,
         )
+        # On one machine all agents say what they say to one person.
+        if self.options.address and self._said_generation != generation.number:
+            self._say_generation(generation)
         if index is not None:
             self._ranks.start(generation, index)
 
@@ -610,7 +672,8 @@ class Agent:
         """
         self._persisting.kill()
         self._ranks.kill()
-        reported = fault is not None and (fault.kind, fault.host) == ("smp_report", self._host)
+        kinds = ("smp_report", "unreachable")
+        reported = fault is not None and fault.kind in kinds and fault.host == self._host
         if reported and self._checked != number:
             self._checked = number
             self._smp.check()
@@ -658,9 +721,12 @@ class Agent:
         if self._generation is not None and self._generation.export is not None:
             self._console.say(f"the newest snapshot did not get to storage: {fault.detail}")
             return
+        if fault.kind == "grown":
+            self._console.say(f"generation {fault.generation} ends: {fault.detail}")
+            return
         self._console.say(
-            f"generation {fault.generation} ends: {fault.detail}; its ranks are stopped, and the "
-            "next generation follows unless the job gives up"
+            f"generation {fault.generation} ends: {fault.detail}{_what_follows(fault)}; its ranks "
+            "are stopped, and the next generation follows unless the job gives up"
         )
         if fault.kind == "hung":
             self._watchdog.tell_fault(fault)
@@ -676,11 +742,20 @@ class Agent:
             self._said = text
             self._console.say(text)
 
-    def _say_wait(self, reason: str, left_s: float) -> None:
+    def _say_wait(self, reason: str, left_s: float, *, tell: bool) -> None:
         """Says what is waited for, if it takes long enough for a person to wonder."""
         now_s = time.monotonic()
         if reason != self._waits[0]:
             self._waits = (reason, now_s)
-        elif reason != self._said and left_s > 0 and now_s - self._waits[1] > WONDER_S:
+        elif reason != self._said and (left_s > 0 or tell) and now_s - self._waits[1] > WONDER_S:
             self._said = reason
-            self._console.say(f"{reason} (at most {left_s:.0f} s more)")
+            self._console.say(f"{reason} (at most {left_s:.0f} s more)" if left_s > 0 else reason)
+
+
+def _what_follows(fault: Fault) -> str:
+    """Which errors that ranks have printed are not the cause, in words."""
+    if fault.kind in LOSSES:
+        return " (errors that other ranks have printed since then come of that)"
+    if is_consequence(fault):
+        return " (that looks as if another rank, or host, had gone before it, which is looked for)"
+    return ""

@@ -33,10 +33,16 @@ class Child:
         command: the program, looked for on PATH, and its arguments.
         env: all of its environment.
         log: file that its output is appended to (None: it goes where this process's goes).
+        stdin: a descriptor, its standard input; by default there is none.
     """
 
     def __init__(
-        self, command: Sequence[str], *, env: Mapping[str, str], log: Path | None = None
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log: Path | None = None,
+        stdin: int = subprocess.DEVNULL,
     ) -> None:
         launcher = [sys.executable, "-I", "-S", str(_EXEC), str(os.getpid())]
         output = (
@@ -46,7 +52,7 @@ class Child:
             self._popen = subprocess.Popen(
                 [*launcher, *command],
                 env=dict(env),
-                stdin=subprocess.DEVNULL,
+                stdin=stdin,
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
                 start_new_session=True,
@@ -59,6 +65,13 @@ class Child:
         self.log = log
         self.started_s = time.monotonic()
         self.lived_s = 0.0
+
+    def begin(self, log: Path) -> None:
+        """What it was started for begins now, with this name for its log."""
+        assert self.log is not None
+        self.log.replace(log)
+        self.log = log
+        self.started_s = time.monotonic()
 
     def status(self) -> int | None:
         """None while it runs; else its exit status, or minus the signal that killed it.

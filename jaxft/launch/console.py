@@ -6,14 +6,16 @@ import sys
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+from jaxft import config
+
 COLOURS = (36, 33, 32, 35, 34, 31)
 LINE_BYTES_MAX = 8192
 READ_BYTES = 1 << 16
 
 
 def colour(stream: TextIO, index: int, text: str) -> str:
-    """In the colour number `index`, if the stream is a terminal."""
-    if not stream.isatty():
+    """In the colour number `index`, if the stream is a terminal, and nobody wants it plain."""
+    if not stream.isatty() or config.no_colour():
         return text
     return f"\x1b[{COLOURS[index % len(COLOURS)]}m{text}\x1b[0m"
 

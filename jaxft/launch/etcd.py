@@ -50,6 +50,15 @@ from jaxft.launch.store import Entry
 REQUEST_S = 2.0
 WATCH_S_MIN = 0.05
 _REASON_CHARS_MAX = 300
+# What urllib3 says, and what it means.
+_PLAIN = {
+    r"^Failed to establish a new connection: \[Errno -?\d+\] ": "",
+    r"^Failed to resolve '(.*)' \(\[Errno -?\d+\] .*\)$": r"there is no host \1",
+    r"^\('Connection aborted\.', BadStatusLine\(.*\)\)$": "what answers there is not etcd",
+    r"^\('Connection aborted\.', .*\)$": "the connection was broken off",
+    r"^Read timed out\. \(read timeout=.*\)$": "no answer in time",
+    r"^Connection to .* timed out\..*$": "no answer in time",
+}
 _REMEDIES = {
     "user name is empty": "it asks who one is: set JAXFT_STORE_USER and JAXFT_STORE_PASSWORD",
     "invalid user ID or password": "look at JAXFT_STORE_USER and JAXFT_STORE_PASSWORD",
@@ -349,15 +358,16 @@ class _Gateway:
         self._watching.close()
 
     def _nobody(self, failures: list[str]) -> StoreError:
-        return StoreError(
-            "no etcd endpoint answered ("
-            + "; ".join(failures)
-            + (
-                "): is it reached over TLS, and do --store-ca, --store-cert and --store-key fit it?"
-                if any("SSL" in failure for failure in failures)
-                else "): is etcd running, and does the network let this host reach it?"
+        said = "; ".join(failures)
+        advice = "is etcd running, and does the network let this host reach it?"
+        if "SSL" in said:
+            advice = "is it reached over TLS, and do --store-ca, --store-cert and --store-key fit?"
+        elif "CommonName" in said:
+            advice = (
+                "its gateway refuses client certificates with a common name (CN): make one without "
+                "for --store-cert, and say who this is by JAXFT_STORE_USER"
             )
-        )
+        return StoreError(f"no etcd endpoint answered ({said}): {advice}")
 
 
 def _session(access: StoreAccess) -> requests.Session:
@@ -446,7 +456,7 @@ def _reason(error: Exception) -> str:
     try:
         return str(json.loads(text)["message"])
     except (ValueError, KeyError, TypeError):
-        return " ".join(text.split())[:_REASON_CHARS_MAX]
+        return " ".join(_in_short(Exception(text)).split())[:_REASON_CHARS_MAX]
 
 
 def _remedy(reason: str) -> str:
@@ -454,9 +464,12 @@ def _remedy(reason: str) -> str:
 
 
 def _in_short(error: Exception) -> str:
-    """Without the place in the source of Python's module, and the name of urllib3's."""
+    """Without the place in the source of Python's module, and without urllib3's own words."""
     text = re.sub(r" \(_ssl\.c:\d+\)", "", str(error))
-    return re.sub(r"^<?HTTPS?Connection\(.*?\)>?: ", "", text)
+    text = re.sub(r"^<?HTTPS?Connection(Pool)?\(.*?\)>?: ", "", text)
+    for theirs, plain in _PLAIN.items():
+        text = re.sub(theirs, plain, text)
+    return text
 
 
 def _is_json(text: str) -> bool:

@@ -1,14 +1,17 @@
-"""Which generation number a run must begin above, when all that is left of earlier ones is storage.
+"""Which generation number a run must begin above, when its store and its memory are new.
 
 Snapshots are ordered by their generation's number. A run whose store and memory are new would count
 from 1, and its snapshots would seem older than the checkpoints of the run before. Its ranks find
 that out, and the root refuses the number, but by then every rank has been started in vain. So this
-machine remembers where a job's checkpoints are, and looks there before it takes a number.
+machine remembers where a job's checkpoints are, and looks there before it takes a number. It also
+remembers the newest generation itself, so that a person who reads logs and lists of failures never
+finds two of the same number.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 from jaxft import config
@@ -27,6 +30,27 @@ def remember(job: str, directory: str) -> None:
     with contextlib.suppress(OSError):
         if directory and (not note.exists() or note.read_text() != directory):
             note.write_text(directory)
+
+
+def remember_generation(job: str, number: int) -> None:
+    """Notes the newest generation of the job."""
+    note = _numbers(job)
+    with contextlib.suppress(OSError):
+        if known_generation(job) < number:
+            fresh = note.with_name(f"{note.name}.{os.getpid()}")
+            fresh.write_text(f"{number}\n")
+            fresh.replace(note)
+
+
+def known_generation(job: str) -> int:
+    """The newest generation that this machine has taken part in; 0: none."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(_numbers(job).read_text())
+    return 0
+
+
+def _numbers(job: str) -> Path:
+    return config.run_dir() / f".generation-{job}"
 
 
 def stored_generation(job: str) -> int:

@@ -6,9 +6,6 @@ from jaxft.group.messages import Turn
 from jaxft.host import protocol
 from jaxft.launch.smp_process import SnapshotProcess
 
-# How much of the time to end is there for it; the rest is for the ranks.
-SHARE = 0.7
-
 
 def last_words(turn: Turn) -> str:
     """What became of it, for a person."""

@@ -1,10 +1,14 @@
-"""An agent that was told to end: how long it stays for the newest snapshot to get to storage.
+"""An agent that was told to end: how it divides the time there is, and how long it stays.
+
+    told ──── a last snapshot, protected ────┬──── ranks end ────┬── the newest on storage ──┬ gone
+    0 s                          SNAPSHOT_SHARE          RANKS_SHARE                   `grace_s`
 
 Rules
+- Each part begins as soon as the one before it is done; these are the latest moments.
 - Its host's record says so at once. The hosts that stay go on without it, and it does not wait for
   them; where every host was told, they write an export together (`group.ending`).
 - Signals do not come at the same moment everywhere: it looks OTHERS_S for others that are told, and
-  then goes. Once all are, it stays `persist_grace_s` at most, counted from its own signal.
+  then goes. Once all are, it stays until its time is over, counted from its own signal.
 """
 
 from __future__ import annotations
@@ -15,7 +19,11 @@ from jaxft.group.ending import is_told
 from jaxft.group.records import View
 from jaxft.launch.options import RunOptions
 
+SNAPSHOT_SHARE = 0.3
+RANKS_SHARE = 0.4
 OTHERS_S = 1.0
+# After Ctrl-C nothing is to be saved: so long ranks may take to end.
+INTERRUPT_S = 5.0
 
 
 class Leaving:
@@ -26,13 +34,16 @@ class Leaving:
     """
 
     def __init__(self, options: RunOptions) -> None:
-        self._deadline_s = time.monotonic() + options.term_grace_s + options.persist_grace_s
+        told_s = time.monotonic()
+        self.snapshot_until_s = told_s + SNAPSHOT_SHARE * options.grace_s
+        self.ranks_until_s = told_s + RANKS_SHARE * options.grace_s
+        self._until_s = told_s + options.grace_s
         self._alone_s: float | None = None
 
     def reason_to_go(self, view: View | None) -> str:
         """Why it stays no longer; "" while it does. Ask once this host's ranks are dead."""
         now_s = time.monotonic()
-        if now_s > self._deadline_s:
+        if now_s > self._until_s:
             return "there was no more time for the newest snapshot to get to storage"
         if view is not None and is_told(view):
             self._alone_s = None

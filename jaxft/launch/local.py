@@ -29,6 +29,7 @@ from jaxft.launch.child import Child, end_all, kill_all
 from jaxft.launch.console import Console
 from jaxft.launch.hostdir import Lock, RankFile, remove
 from jaxft.launch.options import KILL_S, RunOptions
+from jaxft.launch.preemption import PreemptionNotice
 from jaxft.launch.smp_process import SOCKET, SnapshotProcess
 from jaxft.launch.store import Store
 from jaxft.launch.stores import open_store
@@ -124,8 +125,7 @@ class LocalWorld:
     def _end_agents(self) -> None:
         """Passes the signals on, also those that come while the agents end, and waits."""
         agents = list(self._agents.values())
-        grace_s = self._options.term_grace_s + self._options.persist_grace_s
-        deadline_s = time.monotonic() + grace_s + END_S / 2
+        deadline_s = time.monotonic() + self._options.grace_s + END_S / 2
         told = 0
         while time.monotonic() < deadline_s and any(agent.status() is None for agent in agents):
             for number in self._signals[told:]:
@@ -178,6 +178,10 @@ class LocalWorld:
                 f"store {self._options.store} did not answer, or is lost, so the agent of {host} "
                 "has ended; its message is above"
             )
+        notice = PreemptionNotice(self._options.preemption_file, host)
+        if notice.is_there():
+            self._console.say(f"{host} is gone, and stays away: {notice}")
+            return
         how = f"signal {-status}" if status < 0 else f"status {status}"
         now_s = time.monotonic()
         deaths = [at_s for at_s in self._deaths[host] if now_s - at_s < QUICK_S] + [now_s]

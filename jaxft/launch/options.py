@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import socket
 from pathlib import Path
 
 import msgspec
@@ -12,6 +11,7 @@ import msgspec
 from jaxft import config
 from jaxft.errors import ConfigError
 from jaxft.group.membership import Rules
+from jaxft.group.restarts import EARLIER_MAX, RestartPolicy
 from jaxft.group.world import Code
 
 KILL_S = 10.0
@@ -32,9 +32,10 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         job_key_file: has the job's key, see `jaxft.launch.job_keys`.
         trust_network: what goes from host to host is not encrypted, only proved to be of the job.
         hosts_min, hosts_max: how many hosts the world may have.
-        code: "K+M"; "" is 3+1, with as much parity as the world has hosts for.
+        code: "K+M"; "" is 3+1, with as much parity as the world has hosts for; 1+0 where it is of
+            one host.
         ranks_per_host: how many processes on each host.
-        domain: what this host would fail together with (rack, slice, power); "": nothing.
+        failure_domain: what this host would fail together with (rack, slice, power); "": nothing.
         lease_s: a host that says nothing for so long is lost.
         settle_s: how long to wait for more hosts once there are `hosts_min`.
         rejoin_s: how long to wait for hosts that may bring back a newer snapshot.
@@ -42,19 +43,28 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         store_grace_s: how long to train on without the store.
         form_timeout_s: how long to wait for `hosts_min` hosts before the job fails.
         exit_grace_s: how long the ranks may take to end after the first one did.
-        term_grace_s: how long ending may take when the run is told to end: on SIGTERM most of it is
-            for a last snapshot, taken out of turn, the rest is for the ranks. A SIGINT after
-            that ends it at once.
-        persist_grace_s: how much more it may take, where all hosts are told to end, until the
-            newest snapshot is on storage.
+        grace_s: how long this host may take to go, once it is told to by SIGTERM or by its
+            preemption file: for a last snapshot, taken out of turn, for the ranks to end, and,
+            where all hosts are told, for that snapshot to get to storage (`leaving`). A SIGINT
+            after that ends it at once.
+        preemption_file: its presence means what SIGTERM does; `{host}` in it is the host's name;
+            "": there is none.
         orphan_s: how long a host's memory lives on without an agent.
         silence_s: how long an SMP may be silent before snapshots are held or, while recovering,
             a new generation is formed; after twice as long its agent starts it again.
         hang_s: a rank that does not call `save` for so long, or for ten times its longest pause
             lately, whichever is longer, hangs; 0: none ever does.
-        restarts_max: failures in a row, without a newer snapshot, after which the job fails.
+        start_s: instead of that, how long it may take from its Snapshotter, and from call to call,
+            to the third one; 0: for ever.
+        max_restarts: so many failures within `restart_window_s` (0: in the whole run) are followed
+            by a restart; one more ends the job. Lost hosts do not count.
+        same_step_max: failures in a row, without a newer snapshot, after which the job fails.
+        flap_s: how long a host that was lost twice within the window waits before it is taken in
+            again; then twice as long, and so on. 0: it never does.
         bandwidth_max: bytes a second that each host's SMP may pull from others while it codes a
             snapshot, for example "2GB" ("": as much as there is). Restoring is not held back.
+        warm: while ranks train, keep a process for each that waits, with JAX imported, to follow
+            it; it takes 150 MiB or so. See `jaxft.launch.warm`.
         fresh: ignore snapshots of earlier runs.
         log_dir: where logs go (None: into the run directory, removed after a success).
         quiet: do not show the ranks' output.
@@ -77,7 +87,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     hosts_max: int = 1
     code: str = ""
     ranks_per_host: int = 1
-    domain: str = ""
+    failure_domain: str = ""
     lease_s: float = 5.0
     settle_s: float = 3.0
     rejoin_s: float = 5.0
@@ -85,13 +95,18 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     store_grace_s: float = 60.0
     form_timeout_s: float = 300.0
     exit_grace_s: float = 30.0
-    term_grace_s: float = 5.0
-    persist_grace_s: float = 20.0
+    grace_s: float = 25.0
+    preemption_file: str = ""
     orphan_s: float = 600.0
     silence_s: float = 5.0
     hang_s: float = 600.0
-    restarts_max: int = 3
+    start_s: float = 3600.0
+    max_restarts: int = 30
+    restart_window_s: float = 3600.0
+    same_step_max: int = 3
+    flap_s: float = 30.0
     bandwidth_max: str = ""
+    warm: bool = True
     fresh: bool = False
     log_dir: str | None = None
     quiet: bool = False
@@ -112,12 +127,15 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{_option(name)} {getattr(self, name):g}: expected more than 0")
         for name in (
             *("settle_s", "rejoin_s", "agent_grace_s"),
-            *("term_grace_s", "persist_grace_s", "orphan_s", "hang_s"),
+            *("grace_s", "orphan_s", "hang_s", "start_s"),
+            *("restart_window_s", "flap_s"),
         ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{_option(name)} {getattr(self, name):g}: expected 0 or more")
-        if self.restarts_max < 1:
-            raise ConfigError(f"--restarts-max {self.restarts_max}: expected at least 1")
+        if not 0 <= self.max_restarts <= EARLIER_MAX:
+            raise ConfigError(f"--max-restarts {self.max_restarts}: expected 0 to {EARLIER_MAX}")
+        if self.same_step_max < 1:
+            raise ConfigError(f"--same-step-max {self.same_step_max}: expected at least 1")
         if self.store_grace_s < self.lease_s:
             raise ConfigError(
                 f"--store-grace-s {self.store_grace_s:g} is shorter than --lease-s "
@@ -145,11 +163,17 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
                 f"{code.data}+{self.hosts_max - 1}"
             )
 
+    def _asked_code(self) -> Code:
+        """A job of one host has nobody to protect it, and asks nobody to."""
+        if self.code:
+            return Code.parse(self.code)
+        return Code() if self.hosts_max > 1 else Code(data=1, parity=0)
+
     def rules(self) -> Rules:
         """What of this the decisions about the world need."""
         return Rules(
             job=self.job,
-            code=Code.parse(self.code) if self.code else Code(),
+            code=self._asked_code(),
             hosts_min=self.hosts_min,
             hosts_max=self.hosts_max,
             settle_s=self.settle_s,
@@ -159,7 +183,12 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
             exit_grace_s=self.exit_grace_s,
             ack_s=KILL_S + self.lease_s,
             late_s=max(1.0, self.lease_s / 2),
-            restarts_max=self.restarts_max,
+            restarts=RestartPolicy(
+                max_restarts=self.max_restarts,
+                window_s=self.restart_window_s,
+                same_step_max=self.same_step_max,
+                flap_s=self.flap_s,
+            ),
         )
 
     def directory(self) -> Path:
@@ -209,9 +238,3 @@ def parse_hosts(text: str) -> tuple[int, int]:
     if not low.isdigit() or (colon and not high.isdigit()):
         raise ConfigError(f"--hosts {text}: expected N or MIN:MAX, for example 3:4")
     return int(low), int(high or low)
-
-
-def own_host_name() -> str:
-    """This machine's name, as far as it can be a host's name here."""
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname().partition(".")[0])[:63]
-    return name if config.NAME.fullmatch(name) else "host0"

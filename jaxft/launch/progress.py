@@ -30,10 +30,16 @@ class ProgressLog:
         self._known: Progress | None = None
         self._written: Progress | None = None
         self._written_s = 0.0
+        self._hurried = False
 
     def enter(self, generation: Generation) -> None:
         self._generation = generation
         self._known = self._written = None
+        self._hurried = False
+
+    def hurry(self) -> None:
+        """The world ends after its next snapshot: what is committed is written at once now."""
+        self._hurried = True
 
     def announced(self, kind: str, detail: Detail) -> None:
         """The root's SMP has said "settled", "committed" or "persisted". What it said late, of a
@@ -81,7 +87,7 @@ class ProgressLog:
             return
         now_s = time.monotonic()
         first = self._written is None or self._written.snapshot is None
-        if first or at_once or now_s - self._written_s > EVERY_S:
+        if first or at_once or self._hurried or now_s - self._written_s > EVERY_S:
             store.commit({}, {f"{PROGRESS}{self._generation.number}": encode(self._known)})
             self._written, self._written_s = self._known, now_s
 

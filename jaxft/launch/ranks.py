@@ -15,6 +15,7 @@ import msgspec
 
 from jaxft import config
 from jaxft.config import RankEnv
+from jaxft.group.causes import error_in
 from jaxft.group.membership import Exit
 from jaxft.group.world import Generation
 from jaxft.host.calls_page import CallsPage
@@ -23,6 +24,7 @@ from jaxft.launch.console import Console, LogFollower, last_lines
 from jaxft.launch.filewatch import Writes
 from jaxft.launch.hostdir import RankFile
 from jaxft.launch.options import KILL_S, RunOptions
+from jaxft.launch.warm import AFTER_S, CALLS_MIN, WarmRanks
 from jaxft.status.events import EventLog
 
 CALLS = "JAXFT_CALLS"
@@ -31,6 +33,9 @@ EXPORT = "JAXFT_EXPORT"
 STORE = "JAXFT_STORE"
 EXPORTER = (sys.executable, "-m", "jaxft.exporter")
 FULL_BYTES = 4096
+# Where the error of a rank is looked for: what breaks after it may say much.
+ERROR_LINES = 1000
+ERROR_BYTES = 1 << 16
 
 
 class Watched(NamedTuple):
@@ -43,7 +48,7 @@ class Watched(NamedTuple):
 
 
 class Ranks:
-    """Starts, watches and kills them.
+    """Starts, watches and kills them, and those that wait to come after them (`warm`).
 
     Args:
         options: of the run.
@@ -70,6 +75,9 @@ class Ranks:
         self._writes: Writes | None = None
         self._chatty = False
         self._exits: dict[int, Exit] = {}
+        self._warm = WarmRanks(options.command if options.warm else (), options.logs(), console.say)
+        self._pages: list[CallsPage] = []
+        self._began: list[tuple[dict[str, str], CallsPage]] = []  # until others wait to follow
         self.generation = 0
         self.watched: tuple[Watched, ...] = ()  # replaced as a whole: another thread looks
 
@@ -86,6 +94,7 @@ class Ranks:
     def fds(self) -> list[int]:
         """Readable when one ends, or prints after a while of silence."""
         fds = [child.pidfd for child in self._children.values() if child.pidfd >= 0]
+        fds += self._warm.fds()
         return fds if self._writes is None or self.is_chatty else [*fds, self._writes.fileno()]
 
     @property
@@ -104,19 +113,29 @@ class Ranks:
         command = EXPORTER if more else self._options.command
         quiet = self._console.quiet or generation.export is not None
         for rank in range(first, first + generation.hosts[index].ranks):
-            log = self._options.logs() / f"gen{generation.number}-rank{rank}.log"
+            log = self._options.logs() / f"gen{generation.number}" / f"rank{rank}.log"
             env = rank_environment(generation, self._options.host, rank, self._smp) | more
             _fresh_log(log)
-            page = CallsPage.create() if self._options.hang_s and not more else None
-            env |= {} if page is None else {CALLS: page.path}
-            child = Child(command, env=env, log=log)
+            page = None
+            if (self._options.hang_s or self._warm.may_be) and not more:
+                page = CallsPage.create()
+                env[CALLS] = page.path
+                self._pages.append(page)
+                self._began.append((env, page))
+            warm = None if more else self._warm.take(env, log)
+            child = warm or Child(command, env=env, log=log)
             self._children[rank] = child
             logs.append(log)
-            watched += [] if page is None else [Watched(rank, child.pid, log, page)]
+            if page is not None and self._options.hang_s:
+                watched.append(Watched(rank, child.pid, log, page))
             if not quiet:
                 self._followers.append(LogFollower(self._console, rank, log))
             self._events.emit(
-                "rank_started", rank=rank, pid=child.pid, generation=generation.number
+                "rank_started",
+                rank=rank,
+                pid=child.pid,
+                generation=generation.number,
+                warm=warm is not None,
             )
         self._rank_file.write(list(self._children.values()))
         self.watched = tuple(watched)
@@ -131,10 +150,29 @@ class Ranks:
                 continue
             assert child.log is not None
             self._exits[rank] = Exit(
-                rank=rank, code=code, lived_s=child.lived_s, tail=_last_words(child.log)
+                rank=rank,
+                code=code,
+                lived_s=child.lived_s,
+                tail=_last_words(child.log),
+                error=error_in(last_lines(child.log, ERROR_LINES, ERROR_BYTES)),
             )
             self._say_exit(rank, code)
+        self._warm.poll()
+        self._mind_warm()
         self.follow()
+
+    def _mind_warm(self) -> None:
+        """Once all train, others wait to come after them."""
+        if not self._began or not self._warm.may_be or self._warm.pids or self._exits:
+            return
+        youngest_s = max(child.started_s for child in self._children.values())
+        if time.monotonic() - youngest_s < AFTER_S:
+            return
+        told = [(env, page.surroundings) for env, page in self._began]
+        if all(page.counter[0] >= CALLS_MIN and page.surroundings for _, page in self._began):
+            self._warm.start(told)
+            self._began.clear()  # once in a generation
+            self._events.emit("warm_started", pids=self._warm.pids, generation=self.generation)
 
     def follow(self) -> None:
         if self._writes is not None:
@@ -146,9 +184,21 @@ class Ranks:
         """SIGKILL at once, and until all are dead. Raises LaunchError if one does not die."""
         self._end(lambda children: kill_all(children, KILL_S))
 
-    def end(self, number: int, grace_s: float, hurried: Callable[[], bool]) -> None:
-        """The signal, some time to end (or until it is `hurried`), then SIGKILL. Raises LaunchError
-        if one does not die."""
+    def close(self) -> None:
+        """Kills all, also those that wait. Raises LaunchError if one does not die."""
+        try:
+            self.kill()
+        finally:
+            self._warm.kill()
+
+    def end(
+        self, number: int, grace_s: float, hurried: Callable[[], bool], *, quietly: bool = False
+    ) -> None:
+        """The signal, some time to end (or until it is `hurried`), then SIGKILL; what they print
+        from now on is not shown if that is to be done `quietly`. Raises LaunchError if one does not
+        die."""
+        if quietly:
+            self._unfollow()
         self._end(lambda children: end_all(children, number, grace_s, KILL_S, hurried))
 
     def _end(self, way: Callable[[list[Child]], None]) -> None:
@@ -158,11 +208,7 @@ class Ranks:
         for rank, child in self._children.items():
             if rank not in self._exits:
                 self._say_exit(rank, child.status() or 0)
-        for follower in self._followers:
-            follower.close()
-        if self._writes is not None:
-            self._writes.close()
-        self._writes = None
+        self._unfollow()
         if left:
             self._events.emit(
                 "ranks_killed",
@@ -170,11 +216,20 @@ class Ranks:
                 took_s=round(time.monotonic() - began_s, 3),
             )
         self._rank_file.clear()
-        watched, self.watched = self.watched, ()
-        for one in watched:
-            one.page.close()
+        self.watched = ()
+        for page in self._pages:
+            page.close()
+        self._pages, self._began = [], []
         self._children, self._followers, self._exits = {}, [], {}
         self.generation = 0
+
+    def _unfollow(self) -> None:
+        """Shows what they have printed, and nothing after that."""
+        for follower in self._followers:
+            follower.close()
+        if self._writes is not None:
+            self._writes.close()
+        self._writes, self._followers = None, []
 
     def _say_exit(self, rank: int, code: int) -> None:
         self._events.emit(
@@ -198,6 +253,7 @@ def _last_words(log: Path) -> str:
 def _fresh_log(log: Path) -> None:
     """An empty log; that of an earlier run of the job, which had this generation too, stays beside
     it until the next one."""
+    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if log.exists():
         log.replace(log.with_suffix(".log.old"))
     log.touch(mode=0o600)

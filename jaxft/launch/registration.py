@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from jaxft import config
 from jaxft.errors import JobInUse, StoreError
 from jaxft.group.records import HOST, HostRecord, View, read_view
 from jaxft.group.world import encode
@@ -41,9 +42,12 @@ def boot_s() -> float:
 
 
 def machine_id() -> str:
-    """Tells this machine, since its boot, from all others; "" if the system does not say."""
+    """Tells this machine, since its boot, from all others, "" if the system does not say; and a
+    container from others on the same machine, unless they share the run directory. There a lock
+    keeps two agents of a name apart."""
     try:
-        return _BOOT_ID.read_text().strip()
+        run = config.run_dir().stat()
+        return f"{_BOOT_ID.read_text().strip()}/{run.st_dev:x}-{run.st_ino:x}"
     except OSError:
         return ""
 
@@ -56,7 +60,7 @@ def wait_for_name(
     say: Callable[[str], None],
     check: Callable[[], None],
 ) -> None:
-    """Sees to it that no agent on another machine has this host's name.
+    """Sees to it that no agent on another machine, or in another container, has this host's name.
 
     One that was lost with its machine has it until its lease lapses, which is waited for. On the
     same machine an agent that was killed is followed at once: there a lock keeps two apart.
@@ -83,7 +87,8 @@ def wait_for_name(
             return
         if time.monotonic() > deadline_s:
             raise JobInUse(
-                f"host {host} of this job lives on another machine (its memory at "
+                f"host {host} of this job lives on another machine, or in another container (its "
+                "memory at "
                 f"{other.address}, agent {other.agent}): every host needs a name of its own "
                 "(--host)"
             )

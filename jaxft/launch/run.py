@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from jaxft.launch.hostdir import local_job, local_store
 from jaxft.launch.local import LocalWorld
 from jaxft.launch.options import RunOptions
 from jaxft.launch.stores import etcd_endpoints
+from jaxft.launch.summary import summary
 
 EXIT_OK = 0
 EXIT_SCRIPT = 1
@@ -33,7 +35,8 @@ def run_agent(options: RunOptions) -> int:
     """Runs this host's agent until the job is over; returns the exit status.
 
     0: all ranks ended with status 0. 1: the training script failed. 2: bad usage, or the name is in
-    use. 3: the world could not be formed, or could not go on. 128 + n: ended by signal n.
+    use. 3: the world could not be formed, or could not go on. 128 + n: ended by signal n, and 143
+    also where the host was to go by its preemption file.
     """
     console = Console(options.host, quiet=options.quiet)
 
@@ -136,11 +139,11 @@ def _ended(run: Callable[[], JobEnd], options: RunOptions) -> int:
         return EXIT_WORLD
     if end.ok:
         return EXIT_OK
-    fail(end.reason)
-    for line in end.tail.splitlines():
-        print(f"  | {line}", file=sys.stderr)
+    if end.kind == "told":
+        sys.stderr.write(f"jaxft: {end.reason}\n")
+        return EXIT_SIGNAL + signal.SIGTERM
     where = Path(options.log_dir) if options.log_dir else config.run_dir() / options.job
-    print(f"  logs: {where}", file=sys.stderr, flush=True)
+    print("\n".join(summary(end, where)), file=sys.stderr, flush=True)
     return EXIT_SCRIPT if end.kind == "script" else EXIT_WORLD
 
 

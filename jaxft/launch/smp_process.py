@@ -5,6 +5,8 @@ Rules
   only after it is seen dead: two never write to the same memory.
 - An SMP that dies again and again on its memory gets new memory, which counts as a lost host. One
   that dies on new memory too ends the agent.
+- One that finds its ports taken by another process says so by its status. That says nothing of the
+  memory: it is started on it again, at other ports, which is another world.
 - One that does not answer within a deadline is killed, and then is a dead one. So is one whose loop
   has not turned for twice `silence_s`: it counts the turns in an eventfd that was passed to it,
   which is looked at when this process is awake anyway, and wakes nobody. That time is longer than
@@ -56,6 +58,9 @@ SEND_S = 1.0
 QUICK_S = 60.0
 DEATHS_ON_MEMORY = 3
 DEATHS_MAX = 6
+MOVES_MAX = 5
+# For control messages, and for bytes.
+PORTS = 2
 
 
 class Up(msgspec.Struct, frozen=True):
@@ -147,6 +152,7 @@ class SnapshotProcess:
         self._polled_s = time.monotonic()
         self._deaths: deque[float] = deque(maxlen=DEATHS_MAX)
         self._unheard = 0
+        self._moves = 0
         self._trust: Trust | None = None
         self._address = ""  # where it was last, its ports are kept
         self._ports: list[ReservedPort] = []
@@ -294,6 +300,20 @@ class SnapshotProcess:
             port.close()
         self._turns.close()
 
+    def leave(self) -> None:
+        """Leaves it as it is, with its memory, to the agent after this one."""
+        if self._channel is not None:
+            self._channel.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+        self._channel, self._pidfd, self.welcome = None, -1, None
+        if self._child is not None:
+            self._child.returncode = 0  # Nobody waits for it: it outlives this.
+        self._let_memory_go()
+        for port in self._ports:
+            port.close()
+        self._turns.close()
+
     # -------------------------------------------------------------------- starting
 
     def _start(self) -> None:
@@ -334,8 +354,14 @@ class SnapshotProcess:
         """Where it is to listen: always at the same ports, which its peers know."""
         host = self._options.address
         if not self._ports:
-            numbers = _ports_at(self._address, host) or (0, 0)
-            self._ports = [ReservedPort(host, one, socket.SO_REUSEADDR) for one in numbers]
+            known = _ports_at(self._address, host)
+            try:
+                for one in known:
+                    self._ports.append(ReservedPort(host, one, socket.SO_REUSEADDR))
+            except LaunchError as error:
+                self._say(f"{error}: the SMP is started at other ports, on its memory")
+        while len(self._ports) < PORTS:
+            self._ports.append(ReservedPort(host, 0, socket.SO_REUSEADDR))
         return ",".join(f"tcp://{port.address}" for port in self._ports)
 
     def _mind_deaths(self) -> None:
@@ -345,7 +371,9 @@ class SnapshotProcess:
         vain = f"{self._unheard} times before it had answered"
         if len(quick) >= DEATHS_MAX:
             vain = f"{len(quick)} times within {QUICK_S:g} s"
-        if max(len(quick), self._unheard) >= DEATHS_MAX:
+        if self._moves > MOVES_MAX:
+            vain = f"{self._moves} times because it could not listen"
+        if max(len(quick), self._unheard) >= DEATHS_MAX or self._moves > MOVES_MAX:
             raise LaunchError(
                 f"host {self._options.host}: the SMP died {vain}. The end of its log {self._log}:\n"
                 f"{last_lines(self._log)}"
@@ -356,15 +384,28 @@ class SnapshotProcess:
 
     def _bury(self) -> None:
         """Reaps a dead SMP; its memory is kept."""
-        self._deaths.append(time.monotonic())
-        self._unheard += 1
         if self._channel is not None:
             self._channel.close()
-        if self._child is not None:
-            self._child.wait()
+        if self._child is not None and self._child.wait() == protocol.CANNOT_LISTEN:
+            self._move()
+        else:
+            self._deaths.append(time.monotonic())
+            self._unheard += 1
+        if self._child is None:  # One that was adopted may be a child of an earlier agent here.
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.pid, os.WNOHANG)
         if self._pidfd >= 0:
             os.close(self._pidfd)
         self._channel, self._child, self._pidfd, self.welcome = None, None, -1, None
+
+    def _move(self) -> None:
+        """Another process listens where it was to listen: the next one listens elsewhere."""
+        places = ", ".join(port.address for port in self._ports) or str(self._directory)
+        self._moves += 1
+        self._say(f"the SMP cannot listen at {places}: it is started at other ports, on its memory")
+        for port in self._ports:
+            port.close()
+        self._ports, self._address = [], ""
 
     def _let_memory_go(self) -> None:
         fds, self._fds = self._fds, ()
@@ -400,7 +441,7 @@ class SnapshotProcess:
                         self.kill()
                         continue
                     self.welcome = message
-                    self._unheard = 0
+                    self._unheard = self._moves = 0
                     self._deadline_s = None
                     self._turns.begin()
                     happened.append(Up(message, self._how))

@@ -284,4 +284,12 @@ def _nothing(job: str, here: Iterable[Seen], stored: _Stored) -> str:
     jobs = sorted({one.account.job for one in here if one.account is not None})
     there = f"the jobs here are {', '.join(jobs)}" if jobs else "no job runs here"
     where = f"nor in the store {stored.url}" if stored.url else "(of other machines: --store URL)"
-    return f"no job {job} is found in {config.run_dir()} {where}: {there}"
+    return f"no job {job} is found in {config.run_dir()} {where}: {there}{_elsewhere()}"
+
+
+def _elsewhere() -> str:
+    """Where jobs of others may be, which this user cannot ask."""
+    others = config.others_run_dirs()
+    if not others:
+        return ""
+    return f" (others have {', '.join(map(str, others))}: look as the user who runs the job)"

@@ -18,8 +18,8 @@ from collections.abc import Callable
 import msgspec
 
 from jaxft.group.hanging import STOPPED, Watch, is_suspected
-from jaxft.group.membership import hangs_in_vain
 from jaxft.group.records import STILL, Fault, HostStill, RankStill, View
+from jaxft.group.restarts import hangs_in_vain
 from jaxft.group.world import encode
 from jaxft.launch.child import state_of
 from jaxft.launch.options import RunOptions
@@ -30,7 +30,7 @@ from jaxft.launch.store import Store
 WRITE_EVERY_S = 1.0
 ADVICE = (
     'if it does not hang, announce what takes so long: with jaxft.long_phase("..."); or let ranks '
-    "be silent for longer, with --hang-s"
+    "be silent for longer, with --hang-s (before their third call of save: --start-s)"
 )
 
 
@@ -48,12 +48,12 @@ class Watchdog:
         self, options: RunOptions, ranks: Ranks, look_s: float, say: Callable[[str], None]
     ) -> None:
         self._options = options
-        self._rules = options.rules()
+        self._restarts = options.rules().restarts
         self._ranks = ranks
         self._look_s = look_s
         self._say = say
         self._lock = threading.Lock()  # guards the next two
-        self._watch = Watch(options.hang_s, look_s)
+        self._watch = Watch(options.hang_s, look_s, start_s=options.start_s)
         self._watched: tuple[Watched, ...] = ()
         self._stacks: Stacks | None = None
         self._found: dict[int, str] = {}
@@ -70,7 +70,12 @@ class Watchdog:
             if watched is not self._watched:
                 self._watched = watched
                 longest_s, patience = self._watch.longest_s, self._watch.patience
-                self._watch = Watch(self._options.hang_s, self._look_s, longest_s)
+                self._watch = Watch(
+                    self._options.hang_s,
+                    self._look_s,
+                    start_s=self._options.start_s,
+                    longest_s=longest_s,
+                )
                 self._watch.patience = patience
             readings = {one.rank: one.page.read() for one in watched}
             return self._watch.look(readings, time.monotonic())
@@ -82,7 +87,7 @@ class Watchdog:
         if generation is None or generation.number != number or view.fault is not None:
             self._calm_down()
             return
-        self._watch.patience = 2.0 ** hangs_in_vain(view, self._rules)
+        self._watch.patience = 2.0 ** hangs_in_vain(view, self._restarts)
         late = self.look()
         others = {name: one for name, one in view.still.items() if name != host}
         if any(rank.phase for one in others.values() for rank in one.ranks):

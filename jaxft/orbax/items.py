@@ -45,13 +45,27 @@ class Held(NamedTuple):
         return self.trees[DEFAULT] if self.is_default else self.trees
 
     def extras(
-        self, metrics: Any = None, custom_metadata: Any = None, *, is_copy: bool = False
+        self,
+        metrics: Any = None,
+        custom_metadata: Any = None,
+        *,
+        name: str = "",
+        tracks_best: bool = False,
+        is_copy: bool = False,
     ) -> dict[str, Any]:
-        """All of it that is no tree, as extras of a snapshot. `is_copy`: it is what a script asked
-        of a step on storage, which may be less than the step has, or of other dtypes."""
+        """All of it that is no tree, as extras of a snapshot.
+
+        Args:
+            name: what the step is called on storage.
+            tracks_best: are metrics written there?
+            is_copy: it is what a script asked of a step on storage, which may be less than the step
+                has, or of other dtypes.
+        """
         return {
             MARK: 1,
             "copy": is_copy,
+            "name": name,
+            "tracks_best": tracks_best,
             "default": self.is_default,
             "trees": {name: self.kinds.get(name, "StandardSave") for name in self.trees},
             "texts": {name: json.dumps(value) for name, value in self.texts.items()},

@@ -13,15 +13,9 @@ The rules:
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import dataclasses
 import logging
-import os
-import signal
 import sys
-import threading
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -32,19 +26,18 @@ from jaxft.config import RankEnv
 from jaxft.device.transfer import Staging
 from jaxft.errors import ConfigError, JobInUse
 from jaxft.orbax.descriptions import step_metadata
+from jaxft.orbax.ending import closed, keep_newest, open_at, opened
 from jaxft.orbax.items import DEFAULT, Contents, Held, hold, is_composite, refusal
 from jaxft.orbax.memory import Memory, Newest
 from jaxft.orbax.request import Request
 from jaxft.orbax.storage import KEY, Storage, job_of, marked
 from jaxft.orbax.targets import Unsupported
 from jaxft.overhead import Auto
-from jaxft.receipt import Receipt
 from jaxft.snapshotter import Snapshotter
 from jaxft.startup import leaves_by
 
 _log = logging.getLogger(__name__)
 _seats: set[RankEnv | None] = set()
-_open: list[CheckpointManager] = []
 
 
 class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
@@ -108,7 +101,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
         self._went_back_to: int | None = None  # the step that was restored, where newer ones are
         self._warned: set[str] = set()
         self._closed = False
-        self._pid = os.getpid()
         why = self._why_not_in_memory(checkpointers)
         if why:
             self._warn(f"nothing of it is kept in memory: {why}")
@@ -154,17 +146,16 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
             self._warn(f"it can read storage, and cannot save: {self._in_use}")
             return
         self._memory = Memory(snapshotter, self._storage)
-        _open.append(self)
+        opened(self)
         if seat is not None:
             _seats.add(seat)
 
     def _replace(self) -> None:
         """A notebook's cell that makes a manager is run again: the one before ends, and its memory
         stays."""
-        for other in list(_open):
-            if other.directory == self.directory:
-                self._warn("another one of this process has it, and is closed")
-                other._close(failing=True)
+        for other in open_at(self.directory):
+            self._warn("another one of this process has it, and is closed")
+            other.leave(keeps=False)
 
     @property
     def _hidden(self) -> int | None:
@@ -290,8 +281,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
         if not forced and memory.snapshotter.skip(step) is not None:
             return False
         held = hold(args)
-        extras = held.extras(metrics, custom_metadata)
-        turn = memory.snapshotter.turn
+        extras = held.extras(
+            metrics,
+            custom_metadata,
+            name=self._storage.name(step),
+            tracks_best=self._options.best_fn is not None,
+        )
         try:
             receipt = memory.save(step, held, extras, force=forced)
         except ConfigError as error:
@@ -305,25 +300,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
             self._storage.save(step, *memory.identity(receipt), given)
         elif self._helpers:
             return receipt.id is not None
-        elif (ahead := max(self._storage.steps(), default=step - 1)) < step:
-            if memory.snapshotter.turn != turn:
-                self._save_last(memory, step, receipt, given)
-                return True
-        else:
+        elif (ahead := max(self._storage.steps(), default=step - 1)) >= step:
             self._warn(
                 f"storage has step {ahead}, and Orbax writes none up to it: what is saved is in "
                 "memory only. Restore an older step to go back to it, or use another directory"
             )
         return to_storage
-
-    def _save_last(
-        self, memory: Memory, step: int, receipt: Receipt, given: dict[str, Any]
-    ) -> None:
-        """A host was told to end, so this may be the last call: memory goes if all hosts were."""
-        _log.info("step %d goes to storage: a host was told to end", step)
-        with _ending_later():
-            self._storage.save(step, *memory.identity(receipt), given)
-            self._storage.finish()
 
     def _check_kind(self, args: Any) -> None:
         """A manager has one item without a name, or items with names, from its first save on. Orbax
@@ -445,7 +427,10 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
             kinds={},
         )
         if held.trees:
-            memory.adopt(held, held.extras(self._orbax.metrics(step), is_copy=True))
+            extras = held.extras(
+                self._orbax.metrics(step), name=self._storage.name(step), is_copy=True
+            )
+            memory.adopt(held, extras)
 
     # -------------------------------------------------------------------- what a step has
 
@@ -522,22 +507,20 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
         """
         self._close(failing=sys.exc_info()[0] is not None)
 
-    def _leave(self) -> None:
+    def leave(self, *, keeps: bool) -> None:
         """At the end of a script that has not closed it."""
-        has_failed = getattr(sys, "last_value", None) is not None
-        if self._memory is not None and not has_failed and ocp.multihost.process_count() == 1:
-            self._keep_newest(self._memory)
+        if self._memory is not None and keeps:
+            keep_newest(self._memory, self._storage, self._hidden)
         self._close(failing=True)
 
     def _close(self, *, failing: bool) -> None:
         if self._closed:
             return
         self._closed = True
-        if self in _open:
-            _open.remove(self)
+        closed(self)
         try:
             if self._memory is not None and not failing:
-                self._keep_newest(self._memory)
+                keep_newest(self._memory, self._storage, self._hidden)
             self._storage.finish()
             self._orbax.close()
         except BaseException:
@@ -549,25 +532,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
                 memory.close(failing=failing)
         if not failing:
             self._raise_failure(memory)
-
-    def _keep_newest(self, memory: Memory) -> None:
-        """Memory goes with its manager: what is only there is put on storage."""
-        newest = memory.newest()
-        memory.wait_for_helpers()
-        ahead = max(self._storage.steps(), default=None)
-        if newest is None or newest.step == self._hidden:
-            return
-        if ahead is not None and ahead >= newest.step:
-            return
-        contents = memory.contents(newest)
-        request = Request(contents, None, in_host_memory=True)
-        restored = request.build(memory.restore(newest, contents, request.wants))
-        given = {
-            "args": contents.save_args(restored),
-            "metrics": contents.metrics,
-            "custom_metadata": contents.custom_metadata,
-        }
-        self._storage.save(newest.step, newest.id, memory.base, given)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -583,23 +547,6 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
         self._close(failing=kind is not None)
 
 
-@contextlib.contextmanager
-def _ending_later() -> Iterator[None]:
-    """A SIGTERM that comes meanwhile is heeded afterwards."""
-    before = signal.getsignal(signal.SIGTERM)
-    if before is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        if came:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 def _without_placeholders(item: Any) -> Any:
     """What was left out of a restored item has no leaf."""
     return jax.tree.map(lambda leaf: None if leaf is ocp.PLACEHOLDER else leaf, item)
@@ -610,18 +557,3 @@ def _configured_default(item_names: Any, item_handlers: Any) -> bool | None:
     if item_names is None and item_handlers is None:
         return None
     return isinstance(item_handlers, ocp.CheckpointHandler)
-
-
-def _close_all() -> None:
-    """A script may end without `close`, and what it saved is on storage all the same. It may have
-    failed, so its memory stays for the next one for a while. (A fork of it has managers that are
-    not its own.)"""
-    for manager in [one for one in _open if one._pid == os.getpid()]:
-        try:
-            manager._leave()
-        except Exception:  # noqa: BLE001 - others are to end as well
-            _log.exception("CheckpointManager(%s): at the script's end", manager.directory)
-
-
-# Before Python ends its pools of threads, without which Orbax writes nothing: `atexit` is later.
-getattr(threading, "_register_atexit", atexit.register)(_close_all)

@@ -57,6 +57,7 @@ class Memory:
     def __init__(self, snapshotter: Snapshotter, storage: Storage) -> None:
         self.snapshotter = snapshotter
         self.storage = storage
+        storage.tell(lambda step: snapshotter.client.say(p.Wrote(step=step)))
         self.receipt: Receipt | None = None
         self.begun = False
         self._unwritten: list[Receipt] = []

@@ -25,11 +25,12 @@ import logging
 import os
 import re
 import secrets
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import orbax.checkpoint as ocp
 
+from jaxft.bucket import COMMITTED, SCHEME, create
 from jaxft.checkpoint import RECORD, read_record
 from jaxft.errors import ConfigError, RestoreError
 from jaxft.fallback import OrbaxFallback
@@ -64,10 +65,12 @@ class Storage(OrbaxFallback):
     _primary: int | None
     _has_left: bool
     _offered: tuple[Any, dict[int, Any]] | None
+    _wrote: Callable[[int], None]
+    _writing: int | None
 
     def __init__(self, manager: Any, options: Any, *, helpers: bool = False) -> None:
-        # The fields of a fallback. Where it is, is told to helpers only if they are to write.
-        fields = {"directory": "", "every": 0, "keep": 0}
+        # The fields of a fallback, of which nothing is written before the job ends.
+        fields = {"directory": os.fspath(manager.directory), "every": 0, "keep": 0}
         if helpers:
             fields = _for_helpers(manager.directory, options)
         for name, value in fields.items():
@@ -80,6 +83,8 @@ class Storage(OrbaxFallback):
         object.__setattr__(self, "_manager", manager)
         object.__setattr__(self, "_primary", options.multiprocessing_options.primary_host)
         object.__setattr__(self, "_offered", None)
+        object.__setattr__(self, "_wrote", lambda step: None)
+        object.__setattr__(self, "_writing", None)
         object.__setattr__(self, "_has_left", any(manager.directory.glob(f"{_LEFT}*")))
 
     @property
@@ -135,12 +140,29 @@ class Storage(OrbaxFallback):
         before = max(self.steps(), default=None)
         custom_metadata = marked(given["custom_metadata"], identity, base)
         self._manager.save(step, force=True, **{**given, "custom_metadata": custom_metadata})
+        self._say_written(step)
         self._drop_left(before)
 
     def finish(self) -> None:
         """Waits for what Orbax writes."""
         self._manager.wait_until_finished()
+        self._say_written(None)
         self._drop_left(max(self.steps(), default=None))
+
+    def tell(self, wrote: Callable[[int], None]) -> None:
+        """Who is to hear of each step that is on storage, written by this process."""
+        object.__setattr__(self, "_wrote", wrote)
+
+    def _say_written(self, writing: int | None) -> None:
+        """The one before is on storage: Orbax writes one at a time, and raises what went wrong."""
+        written = self._writing
+        object.__setattr__(self, "_writing", writing)
+        if written is not None and self._is_first():
+            self._wrote(written)
+
+    def name(self, step: int) -> str:
+        """What a step is called."""
+        return str(self._names.build_name(step))
 
     def path(self, step: int) -> Any:
         return self._names.find_step(self.root, step).path
@@ -160,9 +182,7 @@ class Storage(OrbaxFallback):
             (self.root / DELETED).write_text(json.dumps(_fields(identity)))
 
     def was_deleted(self, identity: SnapshotId) -> bool:
-        with contextlib.suppress(OSError, ValueError):
-            return bool(json.loads((self.root / DELETED).read_text()) == list(_fields(identity)))
-        return False
+        return deleted(self.root) == identity
 
     # -------------------------------------------------------------------- what was left
 
@@ -177,6 +197,8 @@ class Storage(OrbaxFallback):
         ocp.multihost.sync_global_processes(f"jaxft:left:{above}")
         self._manager.reload()
         object.__setattr__(self, "_has_left", True)
+        object.__setattr__(self, "_writing", max(self.steps(), default=-1))
+        self._say_written(None)
 
     def _is_first(self) -> bool:
         return bool(ocp.multihost.is_primary_host(self._primary))
@@ -184,7 +206,7 @@ class Storage(OrbaxFallback):
     def _set_aside(self, steps: list[int]) -> None:
         for step in steps:
             target = self.root / f"{_LEFT}{step}-{secrets.token_hex(2)}"
-            self.path(step).rename(target)
+            _set_aside(self.path(step), target)
             _log.warning(
                 "%s: step %d was left for an older one, and is now %s until the steps that come "
                 "have passed it",
@@ -239,7 +261,7 @@ def entry_at(step: int, path: Any) -> StorageEntry:
         return StorageEntry(step, identity, lineage)
     if (path / RECORD).exists():
         with contextlib.suppress(RestoreError):
-            return read_record(Path(path)).entry
+            return read_record(path).entry
     return StorageEntry(step)
 
 
@@ -249,8 +271,26 @@ def marked(custom_metadata: Any, identity: SnapshotId, base: SnapshotId | None) 
     return {**(custom_metadata or {}), KEY: told}
 
 
+def deleted(root: Any) -> SnapshotId | None:
+    """The snapshot that a script has deleted, and memory may still have."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return SnapshotId(*json.loads((root / DELETED).read_text()))
+    return None
+
+
 def _fields(identity: SnapshotId) -> tuple[int, int, str]:
     return identity.generation, identity.seq, identity.nonce
+
+
+def _set_aside(path: Any, target: Any) -> None:
+    """Renames a step. In a bucket its files move one by one: it is unmade first."""
+    is_bucket = str(path).startswith(SCHEME)
+    said = (path / COMMITTED).read_text() if is_bucket else ""
+    if is_bucket:
+        (path / COMMITTED).unlink()
+    path.rename(target)
+    if is_bucket:
+        (target / COMMITTED).write_text(said)
 
 
 def job_of(root: Any) -> str | None:
@@ -261,19 +301,22 @@ def job_of(root: Any) -> str | None:
         None where the directory cannot be written to.
     """
     path = root / JOB
+    if job := _told(path):
+        return job
+    stem = re.sub(r"[^A-Za-z0-9._-]", "-", root.name).lstrip("._-")[:_STEM_MAX] or "run"
+    job = f"{stem}-{secrets.token_hex(4)}"
+    if str(root).startswith(SCHEME):
+        return job if create(path, f"{job}\n") else _told(path) or None
     written = root / f"{JOB}.{secrets.token_hex(4)}"
-    if not (job := _told(path)):
-        stem = re.sub(r"[^A-Za-z0-9._-]", "-", root.name).lstrip("._-")[:_STEM_MAX] or "run"
-        job = f"{stem}-{secrets.token_hex(4)}"
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            written.write_text(f"{job}\n")
-            job = _name(written, path) or job
-        except OSError as error:
-            _log.warning("%s: %s", path, error)
-            job = ""
-        with contextlib.suppress(OSError):
-            written.unlink(missing_ok=True)
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        written.write_text(f"{job}\n")
+        job = _name(written, path) or job
+    except OSError as error:
+        _log.warning("%s: %s", path, error)
+        job = ""
+    with contextlib.suppress(OSError):
+        written.unlink(missing_ok=True)
     return job or None
 
 

@@ -106,7 +106,7 @@ def _world(generation: Generation, survey: Survey) -> r.WorldReport:
     ]
     ages = [one.now_s - one.entered_s for one in inside if one.entered_s is not None]
     members = {one.host for one in (*generation.hosts, *generation.holders)}
-    registered = () if survey.view is None else survey.view.hosts
+    registered: Mapping[str, HostRecord] = {} if survey.view is None else survey.view.hosts
     return r.WorldReport(
         generation=number,
         phase=_phase(generation, inside, survey.view),
@@ -116,6 +116,7 @@ def _world(generation: Generation, survey: Survey) -> r.WorldReport:
         ranks=generation.rank_count,
         holders=tuple(one.host for one in generation.holders),
         spares=tuple(sorted(host for host in registered if host not in members)),
+        left_out={host: registered[host].waits for host in registered if registered[host].waits},
         root=generation.hosts[0].host,
         code="1+0" if generation.attached else str(generation.code),
     )
@@ -187,8 +188,11 @@ def _host(
     addresses = (one.address for one in (account, record, member) if one is not None)
     # The same order where both say it: what is newest.
     domains = [one.domain for one in (record, member) if one is not None]
-    if account is not None:
-        agent = "alive" if account.agent_pid else "gone"
+    if account is not None and account.agent_pid:
+        registers = survey.view is not None and role in ("member", "holder")
+        agent = "lapsed" if registers and record is None else "alive"
+    elif account is not None:
+        agent = "gone"
     elif survey.view is not None:
         agent = "alive" if record is not None else "gone"
     else:

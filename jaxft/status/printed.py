@@ -20,7 +20,7 @@ _STYLES = {
     r.ENDED: "bold yellow",
     r.UNREACHABLE: "bold red",
 }
-_BAD = {"gone": "red", "silent": "bold red", "unknown": "yellow"}
+_BAD = {"gone": "red", "lapsed": "red", "silent": "bold red", "unknown": "yellow"}
 FAILURES_SHOWN = 5
 DETAIL_CHARS = 240
 
@@ -77,6 +77,8 @@ def _facts(report: r.JobReport) -> Iterable[tuple[str, str]]:
             f"{_count(world.ranks, 'rank')}, code asked for {world.code}",
         )
         yield "formed", world.reason
+        for why in world.left_out.values():
+            yield "left out", why
     yield "newest", _newest(report)
     if report.health not in (r.UNREACHABLE, r.ENDED):
         yield "to lose", _to_lose(report.losses)

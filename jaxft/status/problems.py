@@ -55,6 +55,11 @@ def _of_hosts(report: r.JobReport) -> Iterator[str]:
             yield f"{host.host}: is still in generation {host.generation}"
         if host.agent == "gone":
             yield f"{host.host}: its agent is gone"
+        if host.agent == "lapsed":
+            yield (
+                f"{host.host}: its agent is there without a lease: it hangs, or does not reach the "
+                "store"
+            )
         if host.role == "holder":
             yield f"{host.host}: is no member any more, only its memory is used"
         elif host.ranks is not None and host.ranks < host.ranks_expected:
@@ -65,6 +70,9 @@ def _of_hosts(report: r.JobReport) -> Iterator[str]:
 
 
 def _of_groups(report: r.JobReport) -> Iterator[str]:
+    # Where all hosts are in one domain no choice of groups helps, and its loss ends the job anyhow.
+    members = [host for host in report.hosts if host.role == "member"]
+    is_one = len({host.domain for host in members}) == 1
     for group in report.groups:
         if group.less_than_asked:
             asked = report.world.code if report.world is not None else ""
@@ -73,7 +81,7 @@ def _of_groups(report: r.JobReport) -> Iterator[str]:
                 f"asked for ({asked}): it has too few hosts"
             )
         for one in group.domains:
-            if one.fatal:
+            if one.fatal and not is_one:
                 yield (
                     f"group {group.group}: {', '.join(one.hosts)} share domain {one.domain}, and "
                     f"their loss at once is more than code {group.code} survives"

@@ -28,10 +28,10 @@ class SlotReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`role` is "member", "holder", "spare" or "left"; `agent` "alive", "gone" or "unknown"; `smp`
-    "alive" or "silent", and `why` it is silent. `ranks` are those that are connected, of
-    `ranks_expected`; `hanging` are words on those that have not called `save` for too long.
-    `unheard_s`: for how long the root has not heard it."""
+    """`role` is "member", "holder", "spare" or "left"; `agent` "alive", "lapsed", "gone" or
+    "unknown"; `smp` "alive" or "silent", and `why` it is silent. `ranks` are those that are
+    connected, of `ranks_expected`; `hanging` are words on those that have not called `save` for too
+    long. `unheard_s`: for how long the root has not heard it."""
 
     host: str
     role: str
@@ -51,7 +51,8 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorldReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`phase` is "restoring", "running", "exporting" or "failed"."""
+    """`phase` is "restoring", "running", "exporting" or "failed". `left_out` are spares that
+    have to wait, since they were lost again and again, and why."""
 
     generation: int
     phase: str
@@ -61,6 +62,7 @@ class WorldReport(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int
     holders: tuple[str, ...]
     spares: tuple[str, ...]
+    left_out: dict[str, str] = {}
     root: str
     code: str
 

@@ -3,40 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-import os
-import shutil
-import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
-from bench.apart.trainer import expected
 from bench.apart.world import Host, World, apart
+from tests.apart.seen import SOON, all_go_on, goes_on_bit_for_bit
 
-OPTIONS = ("--hosts", "1:2", "--lease-s", "2", "--settle-s", "1", "--rejoin-s", "1")
-
-
-@pytest.fixture
-def base() -> Iterator[Path]:
-    # Short, for the limit of Unix sockets.
-    path = Path(tempfile.mkdtemp(prefix="jx-"))
-    yield path
-    shutil.rmtree(path)
-
-
-def goes_on_bit_for_bit(host: Host, generation: int, least: int) -> bool:
-    """Whether it has restored, and protects snapshots again."""
-    restored = host.newest("restored", generation)
-    if restored < 0 or host.newest("latest", generation) < restored + 4:
-        return False
-    assert restored >= least
-    said = [(one.get("step", one.get("restored")), one) for one in host.said("digest")]
-    digests = expected(max(step for step, _ in said) + 1)
-    for step, one in said:
-        assert one["digest"] == digests[step], one
-    return True
+OPTIONS = ("--hosts", "1:2", *SOON)
 
 
 def keeps_to_its_address(world: World, host: Host) -> None:
@@ -80,20 +52,15 @@ def test_a_host_is_lost_and_another_is_cut_off_and_returns(base: Path) -> None:
         world.until(lambda: goes_on_bit_for_bit(a, 3, known), "the one that stays goes on alone")
         world.until(lambda: c.events("ranks_killed", generation=2), "the other has stopped")
         before = c.newest("step")
-        world.network.mend("c")
-        world.until(lambda: world.is_registered("c"), "it is back")
-        assert [one["generation"] for one in c.events("rank_started")] == [2]
-        assert not c.events("generation_formed")
-        assert c.newest("step") == before
-
-        # And takes part again, in the next world.
-        os.kill(a.events("rank_started")[-1]["pid"], signal.SIGKILL)
         known = a.newest("latest")
-        for host in (a, c):
-            world.until(
-                lambda h=host: goes_on_bit_for_bit(h, 4, known),  # type: ignore[misc]
-                f"{host.name} trains in a world of both",
-            )
+        world.network.mend("c")
+
+        # It is back, and the world takes it in; by itself it has done nothing meanwhile.
+        all_go_on(world, "ac", 4, known)
+        assert [one["generation"] for one in c.events("rank_started")] == [2, 4]
+        assert not c.events("generation_formed", number=3)
+        assert c.newest("step", 2) == before
+        assert "so the world grows from 1 to 2 hosts" in a.text()
         last = a.newest("step") + 100
         for host in (a, c):
             host.end_at(last)

@@ -10,9 +10,10 @@ import numpy as np
 import xxhash
 
 from jaxft.device.assembly import Table, match, needs
+from jaxft.device.gather import Gatherer
 from jaxft.device.placing import assemble
 from jaxft.device.shards import Plan, Processes, make_plan
-from jaxft.device.transfer import Staging, stage
+from jaxft.device.transfer import StagedLeaves, Staging, stage_leaves
 from jaxft.group.manifest import CHUNK, Leaf, Manifest, Part, SnapshotId, align
 from jaxft.group.world import World
 
@@ -81,6 +82,15 @@ def as_seen_by(tree: Any, index: int, count: int) -> Any:
         return jax.device_put(leaf, own) if index and is_local else leaf
 
     return jax.tree.map(move, tree)
+
+
+def stage(
+    plan: Plan, tree: Any, staging: Staging, gatherer: Gatherer | None = None
+) -> StagedLeaves:
+    """Holds the owned ranges of a tree, which the plan is of."""
+    values, treedef = jax.tree.flatten(tree)
+    assert treedef == plan.treedef, "the plan is of another tree"
+    return stage_leaves(plan, values, staging, gatherer)
 
 
 def take(tree: Any, count: int = 1, staging: Staging = "view") -> Snapshot:

@@ -79,5 +79,5 @@ def test_alone_it_is_the_answer() -> None:
 
 def test_without_the_service_it_is_no(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert agreement._service() is None
+    assert agreement.coordination_service() is None
     assert not Agreement("g").all_say("q", 0, True, 0.0)

@@ -18,9 +18,9 @@ from jaxft.device.gather import Gatherer
 from jaxft.device.layout import BATCH_SIZES
 from jaxft.device.leaves import SUB_BYTE_BITS
 from jaxft.device.shards import Plan, PlanCache, make_plan
-from jaxft.device.transfer import Staging, gatherer_for, stage
+from jaxft.device.transfer import Staging, gatherer_for
 from jaxft.errors import StagingError
-from tests.device.snapshots import as_seen_by, processes, raw
+from tests.device.snapshots import as_seen_by, processes, raw, stage
 from tests.device.test_leaves import DTYPES, every_pattern
 
 STAGINGS: list[Staging] = ["view", "pinned_host", "device"]

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxft.device import pieces
 from jaxft.device.pieces import (
+    Places,
     kept_pieces,
     piece_on,
-    places_of,
     public_pieces,
     way_to_pieces,
 )
@@ -52,7 +52,7 @@ def test_both_ways_give_the_same(axes: tuple[Any, ...]) -> None:
         short, public = kept_pieces(array), public_pieces(array)
         assert len(short) == len(public) == 8
         assert all(one is other for one, other in zip(short, public, strict=True))
-        for device, number in places_of(array).items():
+        for device, number in Places().of(array).items():
             assert short[number].devices() == {device}
             assert piece_on(device, array) is short[number]
 

@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxft.device.leaves import show
 from jaxft.device.shards import PlanCache, make_plan
-from jaxft.device.transfer import Staging, default_staging, stage
+from jaxft.device.transfer import Staging, default_staging
 from jaxft.errors import ConfigError, StagingError
 from jaxft.group.manifest import CHUNK
-from tests.device.snapshots import Snapshot, assert_same, manifest_of, raw, take
+from tests.device.snapshots import Snapshot, assert_same, manifest_of, raw, stage, take
 
 STAGINGS: list[Staging] = ["view", "pinned_host", "device"]
 

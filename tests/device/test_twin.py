@@ -16,9 +16,8 @@ from jaxft.demo import data, model
 from jaxft.device.calls import Call
 from jaxft.device.mesh import make_mesh
 from jaxft.device.shards import Plan, make_plan
-from jaxft.device.transfer import stage
 from jaxft.device.twin import LoweredTwin, NotTaken, Outputs, Twin
-from tests.device.snapshots import as_seen_by, processes
+from tests.device.snapshots import as_seen_by, processes, stage
 
 MESH = Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
 

@@ -18,19 +18,21 @@ from jaxft.group.hanging import (
     find_hang,
 )
 from jaxft.group.records import STILL, Fault, HostStill, RankStill
+from jaxft.group.restarts import hangs_in_vain
 from jaxft.group.world import Code
 from tests.group.test_membership import Board, decide, inside, me
 
 HANG_S = 60.0
 LOOK_S = 2.0
+START_S = 600.0
 RULES = m.Rules(job="j", code=Code(data=1, parity=1), hosts_min=2, hosts_max=2)
 
 
 class Clock:
     """A watch over rank 0 (and others), looked at every LOOK_S."""
 
-    def __init__(self, hang_s: float = HANG_S) -> None:
-        self.watch = Watch(hang_s, LOOK_S)
+    def __init__(self, hang_s: float = HANG_S, start_s: float = 0.0) -> None:
+        self.watch = Watch(hang_s, LOOK_S, start_s=start_s)
         self.now_s = 1000.0
         self.says = {0: Reading(0)}
 
@@ -104,11 +106,27 @@ def test_in_a_long_phase_nobody_hangs_for_as_long_as_was_said() -> None:
     assert [one.phase for one in clock.watch.ranks()] == ["", ""]
 
 
-def test_after_the_last_call_and_before_the_first_nobody_is_watched() -> None:
-    clock = Clock()
-    clock.says[1] = Reading(9, closed=True)
-    assert not clock.pass_s(100 * HANG_S)
+def test_after_the_last_call_and_before_it_has_a_snapshotter_nobody_is_watched() -> None:
+    clock = Clock(start_s=START_S)
+    clock.says = {0: Reading(0, arrived=False), 1: Reading(9, closed=True)}
+    assert not clock.pass_s(100 * START_S)
     assert clock.watch.ranks() == ()
+
+
+@pytest.mark.parametrize("calls", range(CALLS_MIN))
+def test_one_that_has_hardly_begun_has_another_limit(calls: int) -> None:
+    clock = Clock(start_s=START_S)
+    clock.says[0] = Reading(0, arrived=False)
+    clock.pass_s(START_S)
+    clock.says[0] = Reading(0)
+    clock.call(times=calls)
+    assert not clock.pass_s(START_S)
+    assert clock.pass_s(3 * LOOK_S)
+    (rank,) = clock.watch.ranks()
+    assert (rank.calls, rank.starts, rank.limit_s) == (calls, True, START_S)
+    # It is no shorter than that of others; without one they are not watched.
+    assert Watch(HANG_S, LOOK_S, start_s=1.0).start_limit_s == HANG_S
+    assert Watch(HANG_S, LOOK_S).start_limit_s == 0.0
 
 
 # ------------------------------------------------------------------------------ who it is
@@ -164,9 +182,22 @@ def test_the_others_may_wait_for_one_that_still_calls() -> None:
 
 
 def test_one_that_is_not_watched_yet_can_be_what_a_late_one_waits_for() -> None:
-    fault = find(stands(0, 4), stands(1, 2, limit_s=0.0))
+    for limit_s in (0.0, 3600.0):
+        fault = find(stands(0, 4), stands(1, 2, limit_s=limit_s, starts=True))
+        assert fault is not None
+        assert fault.host == "host1"
+
+
+def test_of_those_that_have_hardly_begun_the_one_that_is_behind_has_its_own_limit() -> None:
+    def starts(rank: int, calls: int, still_s: float) -> HostStill:
+        return stands(rank, calls, still_s=still_s, limit_s=3600.0, starts=True)
+
+    assert find(starts(0, 1, 3700.0), starts(1, 0, 3500.0)) is None
+    fault = find(starts(0, 1, 3700.0), starts(1, 0, 3650.0))
     assert fault is not None
-    assert fault.host == "host1"
+    assert fault.detail.startswith(
+        "rank 1 on host1 hangs: it has not called save for 3650 s, not once (the other ranks are"
+    )
 
 
 def test_while_one_is_in_a_long_phase_nobody_hangs() -> None:
@@ -205,10 +236,10 @@ def test_a_hang_is_a_fault_that_counts_and_the_next_one_is_waited_for_twice_as_l
         decision = wait_for_fault(m.Observer(RULES), board, 3.0)
         assert (decision.fault.kind, decision.fault.generation) == ("hung", number)
         board.commit({}, {f"fault/{number}": decision.fault})
-        assert m.hangs_in_vain(board.view(), RULES) == count
+        assert hangs_in_vain(board.view(), RULES.restarts) == count
         assert isinstance(decide(board, inside(number), RULES), m.KillRanks)
         board.acknowledge("host0", "host1")
-        if count < RULES.restarts_max:
+        if count < RULES.restarts.same_step_max:
             board.form(RULES)
             assert not board.view().still
             for one in (stands(0, 8), stands(1, 7)):

@@ -26,6 +26,7 @@ from jaxft.group.records import (
     View,
     read_view,
 )
+from jaxft.group.restarts import RestartPolicy
 from jaxft.group.world import Code, Generation, encode
 
 RULES = m.Rules(job="j", code=Code(data=3, parity=1), hosts_min=4, hosts_max=4)
@@ -281,6 +282,25 @@ def test_a_failed_rank_is_a_fault_and_kills_all_ranks() -> None:
     assert isinstance(decide(board, inside(1, "host3")), m.KillRanks)
 
 
+def test_of_two_ranks_that_failed_the_one_that_failed_by_itself_is_the_cause() -> None:
+    board = Board(*NAMES)
+    board.form()
+    survivor = m.Exit(rank=0, code=1, tail="...\nRuntimeError: Gloo all-reduce: Connection reset")
+    culprit = m.Exit(rank=1, code=1, tail="ValueError: no")
+    declared = decide(board, inside(1, exits=(survivor, culprit)))
+    assert isinstance(declared, m.DeclareFault)
+    assert declared.fault.rank == 1
+    # On another host, which was faster, the first word was the survivor's.
+    board.put(f"{FAULT}1", m.rank_fault(1, "host2", survivor))
+    replaced = decide(board, inside(1, exits=(culprit,)))
+    assert isinstance(replaced, m.DeclareFault)
+    assert replaced.expect == board.view().revisions[f"{FAULT}1"]
+    assert replaced.reason.startswith("rank 1 on host0 ended with status 1 after 0.0 s: ValueError")
+    assert "(first seen as: rank 0 on host2 ended" in replaced.reason
+    board.put(f"{FAULT}1", replaced.fault)
+    assert isinstance(decide(board, inside(1, exits=(survivor,))), m.KillRanks)
+
+
 def test_who_has_been_cut_off_says_so() -> None:
     board = Board(*NAMES)
     board.form()
@@ -292,7 +312,7 @@ def test_who_has_been_cut_off_says_so() -> None:
 def test_what_the_root_says_is_a_fault() -> None:
     board = Board(*NAMES)
     board.form()
-    declared = decide(board, inside(1, report=("host2", "silent")))
+    declared = decide(board, inside(1, report=("host2", "silent", "smp_report")))
     assert isinstance(declared, m.DeclareFault)
     assert (declared.fault.kind, declared.fault.host) == ("smp_report", "host2")
 
@@ -591,13 +611,13 @@ def test_a_crash_at_the_same_step_ends_the_job_and_names_the_step_case_37() -> N
     end = fail_again(board, again)
     assert isinstance(end, m.Finish)
     assert end.reason.endswith(
-        "3 failures in a row brought no snapshot newer than step 50; "
+        "3 failures in a row brought no snapshot newer than step 50: always host0; "
         "the snapshot of step 50 goes with the run's memory"
     )
     # What this run was given from storage, of an earlier one, is not in memory alone.
     board.put(NUMBER, 1)
     end = settle(m.Observer(RULES), board, me())
-    assert end.reason.endswith("newer than step 50")
+    assert end.reason.endswith("newer than step 50: always host0")
 
 
 def test_a_script_that_begins_anew_each_time_is_given_up_case_37() -> None:
@@ -626,7 +646,7 @@ def test_one_failure_is_none_in_a_row() -> None:
     board.form()
     board.fault(lived_s=90.0)
     board.acknowledge(*NAMES)
-    rules = msgspec.structs.replace(RULES, restarts_max=1)
+    rules = msgspec.structs.replace(RULES, restarts=RestartPolicy(same_step_max=1))
     end = settle(m.Observer(rules), board, me())
     assert end.reason.endswith("; 1 failure brought no snapshot at all")
 

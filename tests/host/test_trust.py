@@ -438,6 +438,12 @@ def test_a_file_that_others_can_read_has_no_secret(
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    for path, why in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)  # whose other end nobody opens
+    for path, why in (
+        (tmp_path / "none", "No such file"),
+        (tmp_path, "Is a directory"),
+        (pipe, "this is no regular file"),
+    ):
         with pytest.raises(ConfigError, match=f"--job-key-file {path}: {why}"):
             JobKey.read(path, "--job-key-file")

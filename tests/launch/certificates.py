@@ -22,14 +22,15 @@ class Authority:
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "authority")])
         self.ca = self._write("ca", self._sign(self._name, self._key, is_authority=True))
 
-    def vouch(self, name: str) -> tuple[str, str]:
-        """The files of a certificate on loopback and of its private key. It is nobody's by name:
-        etcd's gateway refuses clients that show one with a name."""
+    def vouch(self, name: str, common: str = "") -> tuple[str, str]:
+        """The files of a certificate on loopback and of its private key. It is nobody's by name
+        unless it has a `common` one: etcd's gateway refuses clients that show such a one."""
         key = ec.generate_private_key(ec.SECP256R1())
         pem = key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
         path = self._directory / f"{name}.key"
         path.write_bytes(pem)
-        return self._write(name, self._sign(x509.Name([]), key)), str(path)
+        subject = [x509.NameAttribute(NameOID.COMMON_NAME, common)] if common else []
+        return self._write(name, self._sign(x509.Name(subject), key)), str(path)
 
     def _sign(
         self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, *, is_authority: bool = False

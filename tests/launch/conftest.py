@@ -22,7 +22,9 @@ from jaxft.launch.stores import open_store
 START_S = 20.0
 
 collect_ignore = (
-    [] if shutil.which("etcd") else ["test_store_etcd.py", "test_store_etcd_private.py"]
+    []
+    if shutil.which("etcd")
+    else ["test_store_etcd.py", "test_store_etcd_private.py", "test_export_etcd.py"]
 )
 
 

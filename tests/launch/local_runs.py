@@ -190,13 +190,13 @@ class Run:
         return found
 
     def files(self) -> list[str]:
-        """All files and directories that are left of the run, logs aside, and the note where its
-        checkpoints are."""
+        """All files and directories that are left of the run, logs aside, and the notes for the
+        next one."""
         return [
             str(path.relative_to(self.run_dir))
             for path in self.run_dir.rglob("*")
             if "logs" not in path.parts
-            and not path.name.startswith(".checkpoints")
+            and not path.name.startswith((".checkpoints", ".generation"))
             and not (path.is_dir() and any(path.iterdir()))
         ]
 

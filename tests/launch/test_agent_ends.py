@@ -49,7 +49,7 @@ def test_a_script_that_fails_at_once_ends_with_1_and_its_last_lines() -> None:
         assert f"logs: {world.run_dir}/j" in error
         assert world.errors().count("jaxft: error: ") == 1
         assert {one["generation"] for one in world.events("rank_started")} == {1, 2}
-        assert list(world.run_dir.glob("j/host*/logs/gen2-rank*.log"))
+        assert list(world.run_dir.glob("j/host*/logs/gen2/rank*.log"))
         world.assert_nothing_left()
 
 
@@ -60,7 +60,7 @@ def test_variables_of_an_earlier_generation_lose_case_39() -> None:
     stale = {"JAXFT_GENERATION": "77", "JAXFT_NONCE": "old", "JAXFT_RANK": "5", "JAXFT_SMP": "/no"}
     with run("--quiet", command=python(code), JAXFT_PERSIST="3", **stale) as world:
         world.wait("rank_started")
-        log = next(world.run_dir.glob("j/*/logs/gen1-rank0.log"))
+        log = next(world.run_dir.glob("j/*/logs/gen1/rank0.log"))
         text = log.read_text
         world.until(lambda: "}" in text() or world.process.poll() is not None, "output")
         given = json.loads(world.printed() or text())
@@ -140,10 +140,15 @@ def test_a_job_name_in_use_is_refused_and_names_the_process() -> None:
     ("options", "number"), [(TWO, signal.SIGINT), ((), signal.SIGTERM)], ids=["local", "one"]
 )
 def test_a_signal_ends_everything(options: tuple[str, ...], number: int) -> None:
-    with run(*options, "--term-grace-s", "0.5") as world:
+    with run(*options, "--grace-s", "1") as world:
         world.running(1, 2 if options else 1)
         world.process.send_signal(number)
         assert world.ended(10) == 128 + number, world.text()
+        if number == signal.SIGINT:  # How ranks break is in their logs, for who wants to see it.
+            assert "KeyboardInterrupt" not in world.text()
+            logs = list(world.run_dir.glob("j/host*/logs/gen1/rank*.log"))
+            assert all("KeyboardInterrupt" in log.read_text() for log in logs), logs
+            assert "what they say now is in their logs" in world.errors()
         world.assert_nothing_left()
 
 

@@ -317,5 +317,14 @@ def test_a_name_that_an_agent_on_another_machine_has_is_waited_for_and_not_taken
     assert registered(store) is None
 
 
-def test_this_machine_is_told_from_others() -> None:
-    assert len(machine_id()) == 36
+def test_this_machine_is_told_from_others_and_a_container_from_its_neighbours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seen(name: str) -> str:
+        monkeypatch.setenv("JAXFT_RUN_DIR", str(tmp_path / name))
+        (tmp_path / name).mkdir(exist_ok=True)
+        return machine_id()
+
+    boot, _, _ = seen("a").partition("/")
+    assert len(boot) == 36
+    assert seen("a") == seen("a") != seen("b")

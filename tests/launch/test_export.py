@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from jaxft import OrbaxFallback
 from tests.launch.training import Training, train
@@ -16,12 +17,12 @@ from tests.launch.training import Training, train
 SELDOM = 10**6
 
 
-def plain(directory: Path) -> list[tuple[int, int]]:
+def plain(directory: str | Path) -> list[tuple[int, int]]:
     """The step of each checkpoint, and what plain Orbax gives of its state."""
     found = []
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = {"w": jax.ShapeDtypeStruct((4000,), np.dtype("float32"), sharding=one)}
-    with ocp.CheckpointManager(directory) as manager:
+    with ocp.CheckpointManager(epath.Path(directory)) as manager:
         for entry in OrbaxFallback(directory).entries():
             restored = manager.restore(entry.step, args=ocp.args.StandardRestore(like))
             w = np.asarray(restored["w"])
@@ -35,7 +36,7 @@ def stored(training: Training) -> list[tuple[int, int]]:
 
 
 def test_sigterm_to_all_hosts_leaves_the_last_snapshot_on_storage_case_38() -> None:
-    with train(SELDOM, "--term-grace-s", "20", "--persist-grace-s", "60", persist=SELDOM) as one:
+    with train(SELDOM, "--grace-s", "90", persist=SELDOM) as one:
         world = one.world
         one.until("step", 20)
         world.process.send_signal(signal.SIGTERM)
@@ -94,9 +95,7 @@ def test_what_too_few_hosts_hold_gets_to_storage() -> None:
 
 
 def test_a_host_that_goes_alone_does_not_stay_for_an_export() -> None:
-    with train(
-        SELDOM, "--hosts", "1:2", "--no-respawn", "--term-grace-s", "10", persist=SELDOM
-    ) as one:
+    with train(SELDOM, "--hosts", "1:2", "--no-respawn", "--grace-s", "25", persist=SELDOM) as one:
         world = one.world
         one.until("step", 5)
         os.kill(world.pid("host1", "agent"), signal.SIGTERM)

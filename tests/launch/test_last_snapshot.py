@@ -13,7 +13,7 @@ SELDOM = 10**6
 
 
 def test_sigterm_to_a_run_gives_a_protected_snapshot_of_a_step_that_was_not_due() -> None:
-    with train(SELDOM, "--term-grace-s", "20") as training:
+    with train(SELDOM, "--grace-s", "50") as training:
         world = training.world
         training.until("step", 20)
         # As from a scheduler that tells every process.
@@ -39,7 +39,7 @@ def test_sigterm_to_a_run_gives_a_protected_snapshot_of_a_step_that_was_not_due(
 
 def test_the_hosts_that_stay_go_on_from_the_last_snapshot_of_one_that_goes() -> None:
     """Only the agent of host 1 is told to end, as when its machine is taken away."""
-    with train(SELDOM, "--term-grace-s", "20") as training:
+    with train(SELDOM, "--grace-s", "50") as training:
         world = training.world
         training.until("step", 20)
         os.kill(world.pid("host1", "agent"), signal.SIGTERM)
@@ -49,7 +49,7 @@ def test_the_hosts_that_stay_go_on_from_the_last_snapshot_of_one_that_goes() -> 
 
 
 def test_a_rank_that_hangs_costs_no_more_than_the_grace() -> None:
-    with train(SELDOM, "--term-grace-s", "3") as training:
+    with train(SELDOM, "--grace-s", "5") as training:
         world = training.world
         training.until("step", 5)
         os.kill(world.pid("host1", "rank"), signal.SIGSTOP)
@@ -62,7 +62,7 @@ def test_a_rank_that_hangs_costs_no_more_than_the_grace() -> None:
 
 def test_a_sigint_after_the_sigterm_ends_all_waiting() -> None:
     """Of the agents, which only this run's own process can tell, and then of their ranks."""
-    with train(SELDOM, "--term-grace-s", "60") as training:
+    with train(SELDOM, "--grace-s", "120") as training:
         world = training.world
         training.until("step", 5)
         os.kill(world.pid("host1", "rank"), signal.SIGSTOP)
@@ -84,7 +84,7 @@ def test_a_sigint_after_the_sigterm_ends_all_waiting() -> None:
 )
 def test_what_kept_a_last_snapshot_from_being_taken_is_named(host: str, why_not: str) -> None:
     """Host 1 is told to end; its rank stands still, so that the snapshot does not come at once."""
-    with train(SELDOM, "--term-grace-s", "60") as training:
+    with train(SELDOM, "--grace-s", "120") as training:
         world = training.world
         training.until("step", 5)
         os.kill(world.pid("host1", "rank"), signal.SIGSTOP)

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jaxft.__main__ import app
+from jaxft.config import failure_domain
 from jaxft.errors import ConfigError
 from jaxft.launch.options import RunOptions, parse_rate
 from jaxft.launch.run import placed
@@ -64,6 +65,28 @@ def test_an_option_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> Non
     assert placed(APART, "127.0.0.1", "", one_machine=False).address == "127.0.0.1"
     with pytest.raises(ConfigError, match="--interface none-such: there is none"):
         placed(APART, "", "", one_machine=False)
+
+
+TOPOLOGY = "spine.leaf2.n7"
+
+
+@pytest.mark.parametrize(
+    ("said", "environ", "domain"),
+    [
+        ("", {}, ""),
+        ("rack1", {"JAXFT_FAILURE_DOMAIN": "rack2", "MEGASCALE_SLICE_ID": "3"}, "rack1"),
+        ("", {"JAXFT_FAILURE_DOMAIN": "rack2", "SLURM_TOPOLOGY_ADDR": TOPOLOGY}, "rack2"),
+        ("", {"JAXFT_FAILURE_DOMAIN": "", "SLURM_TOPOLOGY_ADDR": TOPOLOGY}, "spine.leaf2"),
+        ("none", {"SLURM_TOPOLOGY_ADDR": TOPOLOGY}, ""),
+        ("", {"JAXFT_FAILURE_DOMAIN": "none", "SLURM_TOPOLOGY_ADDR": TOPOLOGY}, ""),
+        ("", {"SLURM_TOPOLOGY_ADDR": "n7"}, ""),  # without a topology
+        ("", {"MEGASCALE_SLICE_ID": "0", "MEGASCALE_NUM_SLICES": "2"}, "slice0"),
+        ("", {"MEGASCALE_SLICE_ID": "0", "MEGASCALE_NUM_SLICES": "1"}, ""),
+    ],
+)
+def test_a_hosts_failure_domain(said: str, environ: dict[str, str], domain: str) -> None:
+    assert failure_domain(said, environ=environ) == domain
+    assert failure_domain(said, one_machine=True, environ=environ) == said.removeprefix("none")
 
 
 @pytest.mark.parametrize(

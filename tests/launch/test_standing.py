@@ -15,7 +15,12 @@ from jaxft.group.placement import form_groups
 from jaxft.group.records import END, FAULT, GENERATION, HOST, Fault, HostRecord, JobEnd
 from jaxft.group.world import Code, Generation, Member, encode
 from jaxft.launch.ended_run import clear_ended_run
-from jaxft.launch.floor import remember, stored_generation
+from jaxft.launch.floor import (
+    known_generation,
+    remember,
+    remember_generation,
+    stored_generation,
+)
 from jaxft.launch.standing import check_current
 from jaxft.launch.stores import open_store
 
@@ -67,6 +72,23 @@ def test_where_checkpoints_are_is_remembered(
     remember("j", str(tmp_path / "ckpt"))
     assert stored_generation("j") == 5
     assert stored_generation("k") == 0
+
+
+def test_numbers_of_generations_go_on_where_the_store_is_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JAXFT_RUN_DIR", str(tmp_path))
+    assert known_generation("j") == 0
+    for number in (7, 5):
+        remember_generation("j", number)
+        assert known_generation("j") == 7
+    assert known_generation("k") == 0
+    [note] = tmp_path.iterdir()
+    note.write_text("torn")
+    assert known_generation("j") == 0
+    monkeypatch.setenv("JAXFT_RUN_DIR", str(tmp_path / "away"))
+    remember_generation("j", 1)  # the next run counts from where the store is
+    assert known_generation("j") == 0
 
 
 def test_a_run_that_follows_one_that_was_told_to_end_waits_for_its_hosts_to_go(

@@ -33,6 +33,7 @@ class Private:
         (directory / "other").mkdir()
         self.stranger = Authority(directory / "other").ca
         self.known = StoreAccess(ca=authority.ca, cert=shown, key=shown_key)
+        self.named = authority.vouch("named", USER)
         self.access = msgspec.structs.replace(self.known, user=USER, password=PASSWORD)
         self._directory = directory
         self._client = f"https://127.0.0.1:{free_ports(1)[0]}"
@@ -137,6 +138,13 @@ def test_others_are_told_why_they_do_not_get_in(
     with pytest.raises(StoreError, match=why) as caught:
         open_store(private.url, job="j", access=access)
     assert PASSWORD not in f"{caught.value} {access}"
+
+
+def test_a_certificate_with_a_name_is_refused_with_a_remedy(private: Private) -> None:
+    cert, key = private.named
+    access = msgspec.structs.replace(private.access, cert=cert, key=key)
+    with pytest.raises(StoreError, match=r"CommonName .*: make one without .*JAXFT_STORE_USER"):
+        open_store(private.url, job="j", access=access)
 
 
 def test_a_store_that_another_authority_vouches_for_is_not_spoken_to(private: Private) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import threading
 import time
@@ -136,6 +137,39 @@ def test_files_that_hold_something_else_are_named_at_once(tmp_path: Path) -> Non
 def test_tls_where_there_is_none_is_said(proxy: Proxy) -> None:
     with pytest.raises(StoreError, match="is it reached over TLS"):
         open_store(f"etcds://{proxy.place}", job="j", access=StoreAccess())
+
+
+@pytest.mark.parametrize(
+    ("greeting", "said"),
+    [
+        (b"SSH-2.0-OpenSSH_9\r\n", "what answers there is not etcd"),
+        (b"", "the connection was broken off"),
+        (None, "Connection refused"),
+    ],
+)
+def test_a_wrong_port_is_said_in_words(greeting: bytes | None, said: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(greeting or b"")
+                connection.recv(1)
+
+        thread = threading.Thread(target=serve)
+        if greeting is None:
+            listener.close()
+        else:
+            thread.start()
+        with pytest.raises(StoreError) as caught:
+            open_store(f"etcd://{place}", job="j", access=StoreAccess())
+        if greeting is not None:
+            thread.join(10)
+    assert f"no etcd endpoint answered (http://{place}: {said}): is etcd running" in str(
+        caught.value
+    )
+    assert "urllib3" not in str(caught.value)
 
 
 def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:

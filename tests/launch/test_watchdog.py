@@ -71,7 +71,7 @@ def test_a_rank_that_hangs_is_named_and_training_goes_on_bit_for_bit_case_36(
         assert "in load" in fault["detail"]
         formed = world.wait("generation_formed", number=2)
         assert "rank 1 on host1 hangs" in formed["reason"]
-        logs = [(tmp_path / f"host{rank}/gen1-rank{rank}.log").read_text() for rank in (0, 1)]
+        logs = [(tmp_path / f"host{rank}/gen1/rank{rank}.log").read_text() for rank in (0, 1)]
         assert all("(most recent call first)" in log for log in logs)
         assert "in load" in logs[1]
         assert "| File" in world.errors()

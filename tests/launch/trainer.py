@@ -1,9 +1,10 @@
-"""A script whose every step is a collective of all ranks: `python trainer.py BASE EVERY [PERSIST]`.
+"""A script whose every step is a collective of all ranks.
 
-It goes on until the step that the file BASE/last names, and writes what it does, one JSON object a
-line, to BASE/rank-RANK. With PERSIST, snapshots so many steps apart go to BASE/checkpoints. While
-there is a file BASE/evaluate-RANK it is in a phase that it has announced, and the file
-BASE/hang-RANK makes it hang in its next step.
+`python trainer.py BASE EVERY [PERSIST [DIRECTORY]]`. It goes on until the step that the file
+BASE/last names, and writes what it does, one JSON object a line, to BASE/rank-RANK. With PERSIST,
+snapshots so many steps apart go to BASE/checkpoints, or to DIRECTORY. While there is a file
+BASE/evaluate-RANK it is in a phase that it has announced, and the file BASE/hang-RANK makes it hang
+in its next step.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def main() -> None:
     step = 0
     fallback = None
     if sys.argv[3:]:
-        fallback = jaxft.OrbaxFallback(base / "checkpoints", every=int(sys.argv[3]))
+        directory = sys.argv[4] if sys.argv[4:] else base / "checkpoints"
+        fallback = jaxft.OrbaxFallback(directory, every=int(sys.argv[3]))
     with jaxft.Snapshotter(every=every, fallback=fallback) as snapshotter:
         restored = snapshotter.restore(state)
         if restored is not None:

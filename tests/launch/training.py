@@ -15,13 +15,14 @@ TRAINER = str(Path(__file__).with_name("trainer.py"))
 
 
 class Training:
-    """What its ranks say."""
+    """What its ranks say, in the directory `base`."""
 
-    def __init__(self, world: Run) -> None:
+    def __init__(self, world: Run, base: Path | None = None) -> None:
         self.world = world
+        self.base = base or world.base
 
     def said(self, rank: int) -> list[dict[str, Any]]:
-        path = self.world.base / f"rank-{rank}"
+        path = self.base / f"rank-{rank}"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
 
@@ -39,8 +40,8 @@ class Training:
     def end(self) -> int:
         """Has the ranks end at a step that is before them all."""
         last = max(self.newest(rank, "step") for rank in (0, 1)) + 50
-        (self.world.base / "order").write_text(str(last))
-        (self.world.base / "order").rename(self.world.base / "last")
+        (self.base / "order").write_text(str(last))
+        (self.base / "order").rename(self.base / "last")
         return self.world.ended()
 
 

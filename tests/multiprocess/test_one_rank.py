@@ -191,7 +191,7 @@ def test_the_step_after_a_snapshot_reuses_its_buffers_case_6(lone: Lone) -> None
             receipt = snapshotter.save(step, state)
             state = train_step(state)  # allocates: the snapshot still has the old buffers
             receipt.protected.result(WAIT_S)
-            until(lambda: snapshotter._jobs.empty(), "the snapshot's bytes are let go")
+            until(lambda: snapshotter._filler.is_idle, "the snapshot's bytes are let go")
             held = pointers(state["rows"])
             state = train_step(state)
             assert pointers(state["rows"]) == held

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
 import tests.device.conftest  # noqa: F401 (eight devices)
 from jaxft import OrbaxFallback
@@ -26,6 +27,7 @@ from jaxft.group.messages import PersistOrder, RankOptions
 from jaxft.group.world import Code
 from jaxft.host import protocol as p
 from jaxft.host.client import SmpClient, greeting
+from tests.buckets import serving
 from tests.device.snapshots import take
 from tests.multiprocess import jax_world
 from tests.multiprocess.jax_world import WAIT_S, environment, generation_of, seat
@@ -57,7 +59,7 @@ class Host(jax_world.Host):
 class World:
     """A world whose snapshots go to storage: this process is every agent and every rank."""
 
-    def __init__(self, hosts: list[Host], directory: Path) -> None:
+    def __init__(self, hosts: list[Host], directory: str | Path) -> None:
         self.hosts = hosts
         self.generation = generation_of(hosts, 1, Code(data=1, parity=1))
         self.helpers: dict[int, subprocess.Popen[bytes]] = {}
@@ -249,10 +251,10 @@ def expected(step: int) -> dict[str, str]:
     }
 
 
-def plainly(directory: Path, step: int) -> dict[str, str]:
+def plainly(directory: str | Path, step: int) -> dict[str, str]:
     """What plain Orbax gives for every leaf that it can hold, in this process."""
     like = {name: leaf for name, leaf in state(step).items() if name != "e4m3"}
-    with ocp.CheckpointManager(directory) as manager:
+    with ocp.CheckpointManager(epath.Path(directory)) as manager:
         tree = manager.restore(step, args=ocp.args.StandardRestore(like))
     tree["keys"] = jax.random.key_data(tree["keys"])
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
@@ -338,6 +340,44 @@ def test_a_helper_killed_at_any_phase_loses_no_checkpoint(
         assert left == {str(entry.step) for entry in fallback.entries()}
     finally:
         world.close()
+
+
+IN_A_BUCKET = {"persist.writing": 1, "checkpoint.whole": 0, "checkpoint.copied": 0}
+
+
+def test_a_helper_killed_while_it_writes_to_a_bucket_loses_no_checkpoint(
+    hosts: list[Host],
+) -> None:
+    """Nor does the one that it was about to write get lost, once its record is there."""
+    with serving() as url:
+        directory = f"{url}/checkpoints"
+        fallback = OrbaxFallback(directory)
+        world = World(hosts, directory)
+        try:
+            world.take(1)
+            last, result, _ = world.persist(2)
+            assert result == "written"
+            step = last
+            for point, place in IN_A_BUCKET.items():
+                world.take(step + 1)
+                step, result, _ = world.persist(step + 2, {place: f"{point}=kill"})
+                assert "status -9" in result, (point, result)
+                steps = [entry.step for entry in fallback.entries()]
+                assert steps[-1] == (last if point == "persist.writing" else step), point
+                assert plainly(directory, last) == expected(last)
+            world.take(step + 1)
+            after, result, _ = world.persist(step + 2)
+            assert result == "written"
+            # The one before was whole, and has got its step's name.
+            assert [entry.step for entry in fallback.entries()] == [step, after]
+            assert {path.name for path in epath.Path(directory).iterdir()} == {
+                str(step),
+                str(after),
+            }
+            for one in (step, after):
+                assert plainly(directory, one) == expected(one)
+        finally:
+            world.close()
 
 
 def mount(directory: Path, *options: str) -> None:

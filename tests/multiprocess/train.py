@@ -123,6 +123,14 @@ def train_wrapped(
 ) -> None:
     """The same training, where the step takes the snapshots."""
     rank = jax.process_index()
+    compiled: list[int] = []
+    compile_twin = wrapping.LoweredTwin.compile
+
+    def counted(lowered: Any) -> Any:
+        compiled.append(1)
+        return compile_twin(lowered)
+
+    wrapping.LoweredTwin.compile = counted  # type: ignore[method-assign]
     wrapped = jaxft.wrap(step_fn, snapshotter)
     mesh = jax.tree.leaves(state)[0].sharding.mesh
     digest = make_digest(mesh)
@@ -143,7 +151,8 @@ def train_wrapped(
             skipped=receipt.skipped,
             parity=receipt.parity,
         )
-    say("done", latest=snapshotter.latest, twins=len(wrapped._twins._twins))
+    twins = len(wrapped._twins._twins)
+    say("done", latest=snapshotter.latest, twins=twins, compiled=len(compiled))
 
 
 def main() -> None:

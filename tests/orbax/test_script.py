@@ -224,7 +224,7 @@ while True:
 
 def test_a_job_that_is_told_to_end_has_its_last_step_on_storage(tmp_path: Path) -> None:
     command = (sys.executable, "-c", TOLD_TO_END, str(tmp_path / "run"))
-    options = ("--local-hosts", "2", "--code", "1+1", "--term-grace-s", "20")
+    options = ("--local-hosts", "2", "--code", "1+1", "--grace-s", "50")
     with run(*options, command=command, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="1") as job:
         job.until(lambda: "step 20" in job.printed(), "step 20")
         job.process.terminate()

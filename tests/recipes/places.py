@@ -6,8 +6,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TRAINER = str(Path(__file__).with_name("trainer.py"))
+CREW = str(ROOT / "tests/multiprocess/crew.py")
 BATCH = ROOT / "gpu/slurm/train.sbatch"
-SCRIPTS = (BATCH, ROOT / "tpu/train-tpu-vm.sh", ROOT / "tpu/train-slices.sh")
+BATCH_SRUN = ROOT / "gpu/slurm/train-srun.sbatch"
+SCRIPTS = (BATCH, ROOT / "tpu/train-tpu-vm.sh", ROOT / "tpu/train-slices.sh", BATCH_SRUN)
 MANIFESTS = (ROOT / "gpu/kubernetes/jobset.yaml", ROOT / "tpu/kubernetes/jobset.yaml")
 PAGES = (
     ROOT / "README.md",

@@ -93,7 +93,13 @@ class Cluster:
                 for node, port in enumerate(ports, 1)
             ),
             "PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
+            "TopologyPlugin=topology/tree",
         ]
+        # Two nodes at one switch, all others at another one.
+        rest = f"n[3-{nodes}]" if nodes > 3 else "n3"
+        switches = ("leaf1 Nodes=n[1-2]", f"leaf2 Nodes={rest}", "spine Switches=leaf[1-2]")
+        topology = "".join(f"SwitchName={one}\n" for one in switches)
+        (here / "topology.conf").write_text(topology)
         (here / "slurm.conf").write_text("\n".join(lines) + "\n")
         (here / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         # What is asked for and handed out by count; no such device is there.

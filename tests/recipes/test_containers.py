@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.launch.local_runs import RANK as OBEYS
 from tests.recipes.conftest import environ
 from tests.recipes.places import ROOT
 
@@ -31,18 +32,21 @@ def said(output: str) -> dict[str, Any]:
     return found
 
 
-def test_a_rank_goes_on_from_memory_in_a_container_of_defaults(base, programs):
-    """A user without capabilities, 64 MB of /dev/shm, the agent as the first process."""
-    command = shlex.join(["jaxft", "run", "--job", "c", "--", "python", RANK, "96", "dies"])
+def in_a_container(*command: str) -> list[str]:
+    """A user without capabilities, 64 MB of /dev/shm, the command as the first process."""
     inside = (
         f"mount -t tmpfs -o size={SHM_BYTES} tmpfs /dev/shm && ip link set lo up && "
-        f"exec setpriv --bounding-set=-all --inh-caps=-all --no-new-privs {command}"
+        f"exec setpriv --bounding-set=-all --inh-caps=-all --no-new-privs {shlex.join(command)}"
     )
+    return [
+        *("unshare", "--user", "--map-root-user", "--mount", "--net", "--pid", "--fork"),
+        *("--kill-child", "--mount-proc", "sh", "-c", inside),
+    ]
+
+
+def test_a_rank_goes_on_from_memory_in_a_container_of_defaults(base, programs):
     done = subprocess.run(
-        [
-            *("unshare", "--user", "--map-root-user", "--mount", "--net", "--pid", "--fork"),
-            *("--kill-child", "--mount-proc", "sh", "-c", inside),
-        ],
+        in_a_container("jaxft", "run", "--job", "c", "--", "python", RANK, "96", "dies"),
         env=environ(programs, JAXFT_RUN_DIR=str(base / "run"), PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
@@ -56,8 +60,46 @@ def test_a_rank_goes_on_from_memory_in_a_container_of_defaults(base, programs):
     assert (found["step"], found["source"], found["same"]) == (1, "own", True), done.stderr
     assert found["shm_total_bytes"] == SHM_BYTES
     assert found["shm_used_bytes"] == 0
-    assert found["zombies"] == 1, "the agent now waits for what is not its own: the page says no"
+    assert found["zombies"] == 0
     assert not (base / "run").exists() or not list((base / "run").rglob("*.sock"))
+
+
+def children(pid: int) -> list[int]:
+    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("fate", "status"), [("fails", 1), ("told", 128 + signal.SIGTERM), ("killed", 128 + 9)]
+)
+def test_the_containers_status_is_that_of_the_run(base, programs, fate, status):
+    """Of a script that fails, of a container that is told to end, of an agent that is killed."""
+    command = in_a_container(
+        *("jaxft", "run", "--job", "c", "--", sys.executable, "-S", "-c", OBEYS, str(base))
+    )
+    env = environ(programs, JAXFT_RUN_DIR=str(base / "run"), PYTHONPATH=str(ROOT))
+    with (base / "out").open("wb") as out:
+        container = subprocess.Popen(command, env=env, stdout=out, stderr=out)
+    try:
+        deadline_s = time.monotonic() + WAIT_S
+        if fate == "fails":
+            (base / "exit-0").write_text("7")
+        while fate != "fails" and "of generation 1" not in (base / "out").read_text():
+            assert time.monotonic() < deadline_s, (base / "out").read_text()
+            time.sleep(0.02)
+        if fate != "fails":
+            (first,) = children(container.pid)
+            (agent,) = children(first)
+            os.kill(*((first, signal.SIGTERM) if fate == "told" else (agent, signal.SIGKILL)))
+        while fate == "fails" and container.poll() is None:
+            assert time.monotonic() < deadline_s, (base / "out").read_text()
+            if not (base / "exit-0").exists():  # The first one has ended, and the next one is to.
+                (base / "order").write_text("7")
+                (base / "order").rename(base / "exit-0")
+            time.sleep(0.02)
+        assert container.wait(WAIT_S) == status, (base / "out").read_text()
+    finally:
+        container.kill()
+        container.wait()
 
 
 @pytest.fixture

@@ -143,19 +143,18 @@ def test_the_numbers_in_a_manifest_fit_each_other(path):
     failing = here["job"]["podFailurePolicy"]["rules"][1]
     assert failing["onExitCodes"]["containerName"] == here["name"]
     # The agent has its whole time before it is killed.
-    ending = float(given["--term-grace-s"]) + float(given["--persist-grace-s"])
+    ending = float(given["--grace-s"])
     assert here["pod"]["terminationGracePeriodSeconds"] > ending
     # Memory that is promised is memory that may be used: the pod is not evicted for it.
     resources = here["resources"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
-    assert here["pod"]["shareProcessNamespace"]
 
 
 def test_a_whole_slice_may_be_lost():
     given, here = options(TPU), agent(TPU)
     (replicated,) = one(TPU, "JobSet")["spec"]["replicatedJobs"]
     slices, workers = replicated["replicas"], here["job"]["completions"]
-    assert given["--domain"] == "slice$(SLICE)"
+    assert given["--failure-domain"] == "slice$(SLICE)"
     domains = [f"slice{index}" for index in range(slices) for _ in range(workers)]
     groups = form_groups(len(domains), Code.parse(given["--code"]), domains)
     assert not crowded_domains(groups, domains)

@@ -40,7 +40,9 @@ class Oracle:
     def rank_exited(self, rank: Rank) -> None:
         self.fault(rank.generation.number, f"rank {rank.number} died")
 
-    def reported(self, machine: Machine, number: int, host: str, reason: str) -> None:
+    def reported(
+        self, machine: Machine, number: int, host: str, reason: str, kind: str = "smp_report"
+    ) -> None:
         self.fault(number, f"{host}: {reason}")
 
     def hangs(self, rank: Rank) -> None:

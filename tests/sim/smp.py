@@ -184,9 +184,9 @@ class Smp:
                 self.rebuilt.clear()
             case e.TellPersist(order):
                 self.machine.persist(order)
-            case e.DeclareFault(host, reason):
+            case e.DeclareFault(host, reason, kind):
                 number = self.memory.ledger.generation
-                self.sim.oracle.reported(self.machine, number, host, reason)
+                self.sim.oracle.reported(self.machine, number, host, reason, kind)
             case e.Announce(kind, detail):
                 self.sim.checker.on_announce(kind, detail)
                 self.sim.oracle.announced(self.machine, kind, detail)

@@ -13,11 +13,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
+from jaxft.group import events as e
 from jaxft.group import membership as m
 from jaxft.group.absence import mind_absence
 from jaxft.group.manifest import SnapshotId
 from jaxft.group.messages import StorageEntry
 from jaxft.group.records import Fault, HostRecord, Progress, View
+from jaxft.group.restarts import EARLIER_MAX, RestartPolicy
 from jaxft.group.world import Generation, Member
 from tests.sim.rank import Job, Rank, State
 
@@ -62,8 +66,9 @@ class Store:
             exit_grace_s=1e9,
             ack_s=1.0,
             late_s=0.8,
-            restarts_max=10**9,
-            early_s=0.0,
+            restarts=RestartPolicy(
+                max_restarts=EARLIER_MAX, same_step_max=10**9, early_s=0.0, flap_s=0.5
+            ),
         )
 
     # ------------------------------------------------------------------ the records
@@ -107,7 +112,7 @@ class Store:
         key = f"fault/{fault.generation}"
         if self.revisions.get(key) == expect:
             self.sim.log("*", f"fault in generation {fault.generation}: {fault.detail}")
-            self.faults[fault.generation] = fault
+            self.faults[fault.generation] = msgspec.structs.replace(fault, at_s=self.sim.now)
             self.touch(key)
 
     # ------------------------------------------------------------------ who reaches it
@@ -139,8 +144,10 @@ class Store:
             m.Exit(rank=rank.number, code=-9, lived_s=self.sim.now)
         )
 
-    def reported(self, machine: Machine, number: int, host: str, reason: str) -> None:
-        self.agents[machine.name].report = (number, host, reason)
+    def reported(
+        self, machine: Machine, number: int, host: str, reason: str, kind: str = "smp_report"
+    ) -> None:
+        self.agents[machine.name].report = (number, host, reason, kind)
 
     def hangs(self, rank: Rank) -> None:
         machine = rank.machine
@@ -203,7 +210,7 @@ class Agent:
         self.running = 0
         self.left = 0
         self.exits: list[m.Exit] = []
-        self.report: tuple[int, str, str] | None = None
+        self.report: tuple[int, str, str, str] | None = None
         self.answers: dict[str, bool] = {}
         self.progress: tuple[int, Progress] | None = None
         self.renewed_s = self.sim.now
@@ -284,6 +291,9 @@ class Agent:
                 self.answers = {}
                 self.members, self.unheard = generation.hosts, {}
                 self.machine.enter(generation)
+            case m.AskSnapshot(reason=reason):
+                if self.machine.smp is not None:
+                    self.machine.smp.deliver(e.TurnWanted(reason))
             case m.KillRanks(generation=number):
                 self.machine.kill_ranks()
                 if not any(rank.alive for rank in self.machine.ranks):

@@ -148,6 +148,27 @@ def test_who_is_silent_is_named_and_counts_as_lost() -> None:
     assert "Memory is lost with any of: a, b" in text(report)
 
 
+def test_a_host_that_waits_since_it_was_lost_again_and_again_is_named() -> None:
+    world = generation()
+    records = {h: HostRecord(host=h, agent="", arena=h, address="", coordinator="") for h in "abcd"}
+    records["d"] = msgspec.structs.replace(records["d"], waits="d was lost 3 times lately")
+    report = overview(survey(world, *healthy(world), view=View(hosts=records, generation=world)))
+    assert report.world is not None
+    assert report.world.left_out == {"d": "d was lost 3 times lately"}
+    assert "left out  d was lost 3 times lately" in text(report)
+
+
+def test_an_agent_that_is_there_without_a_lease_is_not_said_to_live() -> None:
+    world = generation()
+    records = {h: HostRecord(host=h, agent="", arena=h, address="", coordinator="") for h in "ab"}
+    view = View(generation=world, hosts=records)
+    report = overview(survey(world, *healthy(world), view=view))
+    assert [one.agent for one in report.hosts] == ["alive", "alive", "lapsed"]
+    assert report.problems == (
+        "c: its agent is there without a lease: it hangs, or does not reach the store",
+    )
+
+
 def test_hosts_seen_before_and_after_a_commit_lose_nothing() -> None:
     world = generation()
     late, *others = healthy(world)
@@ -187,6 +208,14 @@ def test_less_parity_and_domains_that_fail_at_once_are_degraded() -> None:
     )
     [problem] = report.problems
     assert "a, b share domain rack1" in problem
+
+
+def test_a_world_within_one_domain_has_no_better_groups() -> None:
+    rack = tuple(msgspec.structs.replace(one, domain="rack1") for one in generation().hosts)
+    world = generation(hosts=rack)
+    report = overview(survey(world, *healthy(world)))
+    assert report.groups[0].domains[0].fatal
+    assert report.problems == ()
 
 
 def test_what_an_older_world_with_less_parity_has_made_is_not_enough() -> None:

@@ -4,9 +4,9 @@ Parity is `combine(encode_rows(k, m), data)`, and what was lost is `combine(deco
 left)`: the same kernels do both, since the matrix is all that differs. It is part of the compiled
 program.
 
-Which kernel. On TPU the one in Pallas. On GPU the portable one, which is one fusion there, until
-the one in Pallas is measured to be faster: `_BY_PLATFORM` is where to say so. Elsewhere the
-portable one.
+Which kernel. The portable one, which is one fusion on TPU and GPU, until another is measured to be
+faster on a platform: `FASTEST` is where to say so for all jobs, JAXFT_PARITY_KERNEL for one.
+`gpu/check.py` measures.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxft import config
 from jaxft.device.parity import portable
 from jaxft.device.parity.products import LANES, Rows
-from jaxft.errors import CodecError
+from jaxft.errors import CodecError, ConfigError
 
 Kernel = Literal["xla", "pallas_tpu", "pallas_gpu"]
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
-# What is fastest on which platform (`jax.Device.platform`); "xla" on those that are not here.
-_BY_PLATFORM: dict[str, Kernel] = {"tpu": "pallas_tpu", "gpu": "xla"}
+# What was measured to be faster than the portable kernel, by platform (`jax.Device.platform`).
+FASTEST: dict[str, Kernel] = {}
 
 
 def kernel_for(platform: str, words: int) -> Kernel:
@@ -36,8 +37,15 @@ def kernel_for(platform: str, words: int) -> Kernel:
 
     It is one that needs no memory beside the outputs: on TPU, rows that are not whole are left to
     the portable kernel.
+
+    Raises:
+        ConfigError: JAXFT_PARITY_KERNEL names none.
     """
-    kernel = _BY_PLATFORM.get(platform, "xla")
+    asked = config.parity_kernel()
+    if asked and asked not in KERNELS:
+        raise ConfigError(f"JAXFT_PARITY_KERNEL={asked}: expected one of {', '.join(KERNELS)}")
+    found = [kernel for kernel in KERNELS if kernel == asked]
+    kernel = found[0] if found else FASTEST.get(platform, "xla")
     return "xla" if kernel == "pallas_tpu" and words % LANES else kernel
 
 

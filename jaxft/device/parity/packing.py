@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from jaxft.device.bits import bits_of
-from jaxft.device.leaves import SUB_BYTE_BITS, describe, element, show, stored_shape
+from jaxft.device.leaves import SUB_BYTE_BITS, describe, element, show, stored, stored_shape
 from jaxft.device.parity.products import LANES
 from jaxft.errors import ConfigError
 from jaxft.group.manifest import ALIGN, Leaf, align
@@ -134,7 +134,7 @@ def _checked(leaf: Leaf, value: jax.Array) -> jax.Array:
             f"leaf {show(leaf.path)} was to be {leaf.dtype}{list(leaf.shape)}, found "
             f"{found.dtype}{list(found.shape)}"
         )
-    return words_of(jax.random.key_data(value) if leaf.kind == "key" else value)
+    return words_of(stored(leaf, value))
 
 
 def _cut(words: jax.Array, start: int, stop: int) -> jax.Array:

@@ -4,7 +4,7 @@ A program takes 1,024 words of every fragment, four for each of its 256 threads:
 of 16 bytes a thread, next to each other, k of them under way at once, and each word is read once
 for all outputs. The back end is named by its parameters: which one is the default depends on the
 version of JAX. (From 0.12 on it warns that Triton will be removed from Pallas one day; the portable
-kernel, which is the default on GPU, has nothing to do with it.)
+kernel, which is the default, has nothing to do with it.)
 
 Lengths. Any: the words behind the end are masked. There is no padding and no other memory.
 """

@@ -114,11 +114,12 @@ def test_a_step_and_its_twins_are_compared(
     check: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For CPU, whose twins give all that a device owns, and its parity, as well; its host's memory
-    is no other."""
+    is no other, which an accelerator's is."""
     check.LAYERS = 1
     check.loss_of = lambda weights, batch: sum(map(jnp.vdot, *[jax.tree.leaves(weights)] * 2))
     world = check.World(2, 1, check.Code(data=1, parity=1))
-    checks = check.TwinChecks("cpu", check.Target(lambda _: jax.devices()[:2], "xla", ""), True)
+    target = check.Target(lambda _: jax.devices()[:2], "pallas_tpu", "")
+    checks = check.TwinChecks("cpu", target, True)
     checks.shape = (1, 8, 128)
     checks.compare(world, "sharded", check.P("data"))
     said = capsys.readouterr().out.splitlines()

@@ -21,7 +21,6 @@ from jaxft.device import shards, twin
 from jaxft.device.calls import Call
 from jaxft.device.leaves import SUB_BYTE_BITS
 from jaxft.device.parity import combine, exchange
-from jaxft.device.transfer import stage
 from jaxft.device.twin import LoweredTwin, Outputs
 from jaxft.errors import CodecError
 from jaxft.group.codec import decode_matrix
@@ -30,7 +29,7 @@ from jaxft.group.world import Code
 from jaxft.host.layout import data_spans
 from tests.device.parity.test_packing import DTYPES, every_pattern
 from tests.device.parity.worlds import Snapshot, World, part_of
-from tests.device.snapshots import raw
+from tests.device.snapshots import raw, stage
 
 WHOLE_BYTES = [name for name in DTYPES if name not in SUB_BYTE_BITS]
 

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, PartitionSpec, use_abstract_mesh
 from pyeclib.ec_iface import ECDriver
 
-from jaxft.device.parity import KERNELS, Kernel, combine, kernel_for, pallas_tpu
+from jaxft.device.parity import KERNELS, Kernel, combine, combining, kernel_for, pallas_tpu
 from jaxft.device.parity.products import LANES, double, multiply
-from jaxft.errors import CodecError
+from jaxft.errors import CodecError, ConfigError
 from jaxft.group import codec
 from jaxft.group.codec import Bytes, decode_matrix, encode_rows
 from tests.device.parity import fragments
@@ -148,10 +148,18 @@ def test_what_does_not_fit_is_refused() -> None:
         combine(rows, [one] * 2, kernel="cuda")  # type: ignore[arg-type]
 
 
-def test_the_kernel_follows_the_platform() -> None:
-    assert kernel_for("cpu", 128) == kernel_for("gpu", 128) == kernel_for("other", 128) == "xla"
-    assert kernel_for("tpu", 128) == "pallas_tpu"
-    assert kernel_for("tpu", 129) == "xla"
+def test_the_kernel_is_the_portable_one_unless_another_was_measured_or_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for platform in ("cpu", "gpu", "tpu", "other"):
+        assert kernel_for(platform, 128) == "xla"
+    monkeypatch.setitem(combining.FASTEST, "tpu", "pallas_tpu")
+    assert [kernel_for("tpu", words) for words in (128, 129)] == ["pallas_tpu", "xla"]
+    monkeypatch.setenv("JAXFT_PARITY_KERNEL", "pallas_gpu")
+    assert kernel_for("gpu", 129) == kernel_for("tpu", 128) == "pallas_gpu"
+    monkeypatch.setenv("JAXFT_PARITY_KERNEL", "cuda")
+    with pytest.raises(ConfigError, match="JAXFT_PARITY_KERNEL=cuda: expected one of xla, pallas"):
+        kernel_for("gpu", 128)
 
 
 def test_devices_code_their_own_words_in_shard_map() -> None:

@@ -1,0 +1,172 @@
+"""`python -m bench soak --minutes M --seed N`: the command line, the log, and the table."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import string
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bench.apart.world import apart
+from bench.soak.plan import KINDS
+from bench.soak.soak import Orders, Outcome, Soak, Violated, trainer_arguments
+from jaxft.errors import ConfigError
+from jaxft.group.world import Code
+from jaxft.launch.options import parse_hosts
+
+EXIT_VIOLATED = 1
+EXIT_USAGE = 2
+EXIT_STOPPED = 130
+HOSTS_MAX = 6  # the trainer's state divides among so many
+TABLE_WIDTH = 100
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class Log:
+    """Says it, with the seconds since the beginning, and writes it down."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w", buffering=1)
+        self._began_s = time.monotonic()
+
+    def say(self, text: str) -> None:
+        line = f"{time.monotonic() - self._began_s:8.1f}  {text}"
+        print(line, flush=True)
+        self._file.write(line + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@app.command()
+def main(
+    minutes: Annotated[float, typer.Option(help="How long failures go on.")] = 30.0,
+    seed: Annotated[int, typer.Option(help="The same one draws the same failures.")] = 1,
+    hosts: Annotated[str, typer.Option(help="MIN:MAX of the job; one more takes part.")] = "4:6",
+    code: Annotated[str, typer.Option(help="K+M of the job.")] = "3+1",
+    kinds: Annotated[
+        str, typer.Option(help=f"What may happen, by commas (default: all): {', '.join(KINDS)}.")
+    ] = "",
+    patience_s: Annotated[float, typer.Option(help="How long a recovery may take.")] = 120.0,
+    json: Annotated[Path | None, typer.Option(help="Write the result into this file.")] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep all logs in any case.")] = False,
+) -> None:
+    """Trains on hosts that are apart while all that may fail does, and looks at everything."""
+    try:
+        orders = _orders(minutes, seed, hosts, code, kinds, patience_s)
+    except ConfigError as error:
+        print(f"bench: error: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_USAGE) from None
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background has them ignored
+        signal.signal(number, signal.default_int_handler)
+    base = Path(tempfile.mkdtemp(prefix="jxs-"))
+    log = Log(base / "soak.log")
+    log.say(f"soak: seed {seed}, {minutes:g} minutes, hosts {hosts}, code {code}; logs in {base}")
+    status, why, soak = _run(orders, base, log)
+    outcomes, figures = (soak.outcomes, soak.figures) if soak else ([], {})
+    report = {
+        "seed": seed,
+        "minutes": minutes,
+        "hosts": hosts,
+        "code": code,
+        "status": status,
+        "violation": why,
+        "outcomes": outcomes,
+        "kinds": summary(outcomes),
+        **figures,
+    }
+    (base / "soak.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    if json is not None:
+        shutil.copyfile(base / "soak.json", json)
+    log.close()
+    _show(summary(outcomes), figures)
+    if status == EXIT_VIOLATED or keep:
+        print(f"seed {seed}; the logs of all hosts are in {base}", flush=True)
+    else:
+        shutil.rmtree(base)
+    raise typer.Exit(status)
+
+
+def _orders(
+    minutes: float, seed: int, hosts: str, code: str, kinds: str, patience_s: float
+) -> Orders:
+    low, high = parse_hosts(hosts)
+    if not 1 <= low <= high <= HOSTS_MAX:
+        raise ConfigError(f"--hosts {hosts}: expected 1 <= MIN <= MAX <= {HOSTS_MAX}")
+    wanted = tuple(kind.strip() for kind in kinds.split(",")) if kinds else tuple(KINDS)
+    if unknown := [kind for kind in wanted if kind not in KINDS]:
+        raise ConfigError(f"--kinds: {', '.join(unknown)}: expected some of {', '.join(KINDS)}")
+    return Orders(
+        minutes=minutes,
+        seed=seed,
+        hosts=(low, high),
+        code=Code.parse(code),
+        kinds=wanted,
+        patience_s=patience_s,
+    )
+
+
+def _run(orders: Orders, base: Path, log: Log) -> tuple[int, str, Soak | None]:
+    """Exit status, what was violated, and the soak as far as it came."""
+    soak = None
+    names = string.ascii_lowercase[: orders.hosts[1] + 1]
+    try:
+        with apart(base, *names, trainer=trainer_arguments(base / "checkpoints")) as world:
+            soak = Soak(world, orders, log.say)
+            try:
+                soak.run()
+            except Violated as violation:
+                log.say(f"VIOLATED: {violation}")
+                with contextlib.suppress(KeyboardInterrupt):
+                    soak.evidence()
+                return EXIT_VIOLATED, str(violation), soak
+    except KeyboardInterrupt:
+        log.say("stopped")
+        return EXIT_STOPPED, "", soak
+    log.say("all is well")
+    return 0, "", soak
+
+
+def summary(outcomes: list[Outcome]) -> dict[str, dict[str, Any]]:
+    """By kind of failure; what recovery from an episode took counts for all its failures."""
+    found: dict[str, dict[str, Any]] = {}
+    for kind in KINDS:
+        mine = [one for one in outcomes if kind in one.kinds]
+        if mine:
+            stood_s = [one.stood_s for one in mine]
+            found[kind] = {
+                "count": sum(one.kinds.count(kind) for one in mine),
+                "recovered": sum(one.kinds.count(kind) for one in mine),
+                "stood_s_median": round(median(stood_s), 2),
+                "stood_s_max": max(stood_s),
+                "protected_s_max": max(one.protected_s for one in mine),
+                "steps_again_max": max(one.steps_again for one in mine),
+            }
+    return found
+
+
+def _show(kinds: dict[str, dict[str, Any]], figures: dict[str, Any]) -> None:
+    table = Table(box=None, header_style="bold")
+    heads = ("count", "recovered", "stood still, s", "at most", "protected, at most", "steps again")
+    table.add_column("failure", no_wrap=True)
+    for head in heads:
+        table.add_column(head, justify="right")
+    for kind, row in kinds.items():
+        table.add_row(kind, *(f"{value:g}" for value in row.values()))
+    out = Console()
+    if not out.is_terminal:
+        out.width = TABLE_WIDTH
+    out.print(table)
+    out.print(f"{figures}", highlight=False)

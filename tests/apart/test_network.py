@@ -1,0 +1,104 @@
+"""One job on three hosts whose network is not what it should be: each test leaves a world that
+trains to the next."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bench.apart.world import World, apart
+from tests.apart.seen import SOON, all_go_on, newest, protected, rank_of, smp_of
+
+OPTIONS = ("--hosts", "2:3", "--code", "2+1", "--silence-s", "3", "--flap-s", "10", *SOON)
+
+
+@pytest.fixture(scope="module")
+def world(module_base: Path) -> Iterator[World]:
+    with apart(module_base, "a", "b", "c") as made:
+        for host in made.hosts.values():
+            host.start(*OPTIONS)
+        made.until(lambda: protected(made, "abc", 1) >= 4, "snapshots that all hosts protect")
+        yield made
+
+
+def smp_ports(world: World) -> list[int]:
+    """At which the snapshot processes of all hosts listen."""
+    found = []
+    for host in world.hosts.values():
+        places = host.events("registered")[-1]["address"].replace("tcp://", "").split(",")
+        found += [int(place.rpartition(":")[2]) for place in places]
+    return found
+
+
+def close_smps_off(world: World, name: str) -> int:
+    """From now on no snapshot process reaches that of this host, and the other way round, while its
+    ranks and its agent reach all. Waits until that is known; returns a step of that time."""
+    told = len(world["a"].events("held"))
+    world.network.spoil(name, ports=smp_ports(world))
+    world.until(lambda: len(world["a"].events("held")) > told, "snapshots are held")
+    return world["a"].newest("step")
+
+
+def test_a_slow_and_lossy_cable_costs_time_and_nothing_else(world: World) -> None:
+    world.network.spoil("c", delay_s=0.02, loss=0.01, seed=1)
+    known = protected(world, "abc")
+    world.until(
+        lambda: protected(world, "abc") >= known + 10, "snapshots are protected all the same"
+    )
+    world.network.mend("c")
+    assert newest(world) == 1
+
+
+def test_without_the_smps_network_training_goes_on_and_is_protected_when_it_is_back(
+    world: World,
+) -> None:
+    step = close_smps_off(world, "c")
+    known = protected(world, "a")
+    world.until(lambda: world["b"].newest("step") > step + 100, "training goes on")
+    assert protected(world, "a") == known
+    assert "snapshots are held, training goes on: " in world["a"].text()
+    assert "look at the network" in world["a"].text()
+    world.network.mend("c")
+    world.until(lambda: protected(world, "abc") > step, "snapshots are protected again")
+    assert "snapshots are held no longer" in world["a"].text()
+    assert newest(world) == 1
+
+
+def test_hosts_that_hold_different_newest_steps_go_on_from_the_common_one_case_29(
+    world: World,
+) -> None:
+    step, known = close_smps_off(world, "c"), protected(world, "abc")
+    os.kill(rank_of(world["b"]), signal.SIGKILL)
+    world.network.mend("c")
+    all_go_on(world, "abc", 2, known)
+    restored = {world[name].newest("restored", 2) for name in "abc"}
+    assert len(restored) == 1
+    assert known <= min(restored) <= step
+
+
+def test_a_world_that_cannot_restore_with_a_host_goes_on_without_it_and_takes_it_in_later(
+    world: World,
+) -> None:
+    """The root is the one: it hears nobody, and somebody else is the root then."""
+    known = protected(world, "abc")
+    close_smps_off(world, "a")
+    os.kill(rank_of(world["b"]), signal.SIGKILL)
+    world.until(lambda: world["b"].newest("restored", 5) >= known, "the others go on", 60)
+    all_go_on(world, "bc", 5, known)
+    world.network.mend("a")
+    all_go_on(world, "abc", 6, known)
+
+
+def test_a_job_with_a_hung_smp_ends_within_5_s_case_42(world: World) -> None:
+    os.kill(smp_of(world["c"]), signal.SIGSTOP)
+    began_s = time.monotonic()
+    for host in world.hosts.values():
+        os.kill(host.pid, signal.SIGINT)
+    assert [host.ended() for host in world.hosts.values()] == [128 + signal.SIGINT] * 3
+    assert time.monotonic() - began_s < 5
+    assert [world.network.processes(name) for name in "abc"] == [[], [], []]
