@@ -57,9 +57,9 @@ class Trail:
         return found
 
     def first_s(self, event: str, ranks: int, generation: int) -> float:
-        """When the last of the ranks had first come to this."""
+        """When the last of the ranks' scripts had first come to this."""
         first: dict[int, float] = {}
-        for one in self.all(event, generation=generation):
+        for one in self.all(event, generation=generation, role="script"):
             first.setdefault(int(one["rank"]), float(one["t"]))
         if len(first) < ranks:
             raise RuntimeError(f"only ranks {sorted(first)} of {ranks} have come to {event}")

@@ -42,7 +42,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     memory_saves: int = 200
     train_steps: int = 12
     idle_s: float = 20.0
-    twin_leaves: tuple[int, ...] = (200, 1000)
+    twin_leaves: tuple[int, ...] = (200, 1000, 3000)
     recoveries: tuple[str, ...] = ("rank", "warm", "wrapped", "spare", "shrink", "restore")
 
 

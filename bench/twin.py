@@ -4,8 +4,8 @@ One process with four devices, a step of Adam for as many leaves as the name say
 is small, a third spread over all devices, and a third replicated over two of them, so that rows are
 cut of it. Counted are lowering and compiling, of the twin and of the step itself, once each, since
 JAX keeps what it has compiled. `twin_compile[kept]` is the first of these twins again, from disk,
-in the way that a restart goes: lowered, found by its text, loaded. More leaves than these `wrap`
-makes no twin for.
+in the way that a restart goes: lowered, found by its text, loaded. For more than
+1,000 leaves `wrap` makes no twin: the row of 3,000 is why.
 """
 
 from __future__ import annotations

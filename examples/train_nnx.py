@@ -7,7 +7,8 @@ jaxft run --store etcd://HOST:2379 --hosts 3:4 -- python examples/train_nnx.py  
 
 Kill a host of four, and three go on; start it again, and four do. Each step trains on the same rows
 (see `global_batch`), so the final state is that of a run that nothing has happened to but for
-rounding: after 400 steps all its numbers are within 1e-3 of that one's.
+rounding: after 300 steps all its numbers are within 1e-5 of that one's. (With Adam's usual `eps` of
+1e-8 they are within 1e-2: then a gradient that is nothing but rounding moves a number, too.)
 """
 
 import argparse
@@ -54,7 +55,7 @@ class Model(nnx.Module):
 
 def create():
     model = Model(nnx.Rngs(0))
-    return model, nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
+    return model, nnx.Optimizer(model, optax.adam(3e-3, eps=1e-4), wrt=nnx.Param)
 
 
 def loss_of(model, tokens, weights):

@@ -271,7 +271,10 @@ def run(
         ),
     ] = 30,
     restart_window_s: Annotated[
-        float, typer.Option(rich_help_panel=_ANEW, help="See there; 0: the whole run.")
+        float,
+        typer.Option(
+            rich_help_panel=_ANEW, help="The window in which they count; 0: the whole run."
+        ),
     ] = 3600.0,
     same_step_max: Annotated[
         int,

@@ -39,7 +39,6 @@ from jaxft.checkpoint import (
     Record,
     by_step,
     look,
-    read_record,
     write_record,
 )
 from jaxft.errors import ConfigError, JaxftError, RestoreError
@@ -62,15 +61,22 @@ def directory_at(name: str | os.PathLike[str]) -> Directory:
         ConfigError: a URL that Orbax cannot write to, or lacks what it needs for that.
     """
     text = os.fspath(name)
-    if "://" not in text:
-        return Directory(Path(os.path.abspath(text)))
-    return Bucket(text)
+    return Bucket(text) if _is_url(text) else Directory(Path(os.path.abspath(text)))
 
 
 def whole_name(name: str | os.PathLike[str]) -> str:
     """The same place, whatever the working directory is."""
     text = os.fspath(name)
-    return text.rstrip("/") if "://" in text else os.path.abspath(text)
+    return text.rstrip("/") if _is_url(text) else os.path.abspath(text)
+
+
+def _is_url(text: str) -> bool:
+    if text.startswith(("gs:/", "s3:/")) and "://" not in text:
+        raise ConfigError(
+            f'checkpoints cannot go to "{text}": a pathlib.Path makes one slash of two; name the '
+            "bucket in a string, or an epath.Path"
+        )
+    return "://" in text
 
 
 class Bucket(Directory):
@@ -96,31 +102,25 @@ class Bucket(Directory):
             return by_step(_each(self._look_at, self._names()))
 
     def _names(self) -> list[str]:
-        try:
-            return [path.name for path in self.path.iterdir()]
-        except FileNotFoundError:  # a path is there when something is in it
-            return []
+        return sorted(_inside(self.path))
 
     def _look_at(self, name: str) -> Found | None:
         path = self.path / name
         if STEP.fullmatch(name):
-            return look(int(name), path) if (path / COMMITTED).exists() else None
+            inside = _inside(path)
+            return look(int(name), path, RECORD in inside) if COMMITTED in inside else None
         return self._unnamed(path) if name.startswith(WRITING) else None
 
     def _unnamed(self, path: Any) -> Found | None:
         """A checkpoint that is whole, and is newer than what has its step's name. (That of plain
         Orbax is older than any.)"""
-        if not (path / RECORD).exists():
+        found = look(None, path, True) if RECORD in _inside(path) else None
+        if found is None or found.record is None:
             return None
-        try:
-            record = read_record(path)
-        except RestoreError as error:
-            _log.error("%s; it does not count", error)
+        named = self._look_at(str(found.record.step))
+        if named is not None and named.record is not None and named.record.id >= found.record.id:
             return None
-        named = self._look_at(str(record.step))
-        if named is not None and named.record is not None and named.record.id >= record.id:
-            return None
-        return Found(path, record.entry, record)
+        return found
 
     def check_writable(self) -> None:
         """Refuses a bucket that nothing can be written to, by writing an empty object to it and
@@ -132,7 +132,7 @@ class Bucket(Directory):
         probe = self.path / f"jaxft-probe-{secrets.token_hex(4)}"
         with self._explained(ConfigError, "written"):
             probe.write_bytes(b"")
-            probe.unlink()
+            probe.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _explained(self, kind: type[JaxftError], done: str) -> Iterator[None]:
@@ -150,20 +150,26 @@ class Bucket(Directory):
 
     def begin(self, identity: SnapshotId) -> tuple[Path, int]:
         with self._explained(JaxftError, "written"):
-            _each(self._clear, self._names())
+            # First, as that may write to a step of which another one has left a part.
+            for name in self._names():
+                if name.startswith(WRITING):
+                    self._end_writing(self.path / name)
+            _each(self._clear, [name for name in self._names() if STEP.fullmatch(name)])
             return self.writing(identity), self.next_number()
 
-    def _clear(self, name: str) -> None:
-        """Ends what a dead writer has begun."""
-        path = self.path / name
-        if name.startswith(WRITING):
-            found = self._unnamed(path)
-            if found is None or found.record is None:
-                self._delete(path)
-            else:
-                self._name(path, found.record)
-        elif STEP.fullmatch(name) and not (path / COMMITTED).exists() and (path / RECORD).exists():
+    def _end_writing(self, path: Any) -> None:
+        """Ends what a dead writer has begun: what is whole gets its step's name."""
+        found = self._unnamed(path)
+        if found is None or found.record is None:
             self._delete(path)
+        else:
+            self._name(path, found.record)
+
+    def _clear(self, name: str) -> None:
+        """Deletes what is left of a step of jaxft's."""
+        inside = _inside(self.path / name)
+        if COMMITTED not in inside and RECORD in inside:
+            self._delete(self.path / name)
 
     def commit(self, written: Any, record: Record) -> None:
         with self._explained(JaxftError, "written"):
@@ -205,7 +211,9 @@ class Bucket(Directory):
         record = f"{within}/{RECORD}"
         rest = [one for one in there if one not in (f"{within}/{mark}", record)]
         if rest:
-            fs.rm(rest)
+            # A request whose answer is lost is made again, and finds nothing then.
+            with contextlib.suppress(FileNotFoundError):
+                fs.rm(rest)
         (path / RECORD).unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):  # folders, where the bucket has any
             fs.rm(within, recursive=True)
@@ -226,6 +234,15 @@ def create(path: Any, text: str) -> bool:
         _log.warning("%s: %s: %s", path, type(error).__name__, error)
         return False
     return True
+
+
+def _inside(path: Any) -> set[str]:
+    """The names directly below a path, which is there when something is in it. (`exists` may say
+    no because there was no answer.)"""
+    try:
+        return {one.name for one in path.iterdir()}
+    except FileNotFoundError:
+        return set()
 
 
 def _each(do: Callable[[T], U], names: Sequence[T]) -> list[U]:

@@ -153,7 +153,7 @@ class Directory:
             )
 
     def _look(self, step: int, path: Path) -> Found | None:
-        return look(step, path) if path.is_dir() else None
+        return look(step, path, (path / RECORD).exists()) if path.is_dir() else None
 
     def find(self, entry: StorageEntry) -> Found:
         """The checkpoint that was listed as this entry.
@@ -239,17 +239,24 @@ def _number(found: Found) -> int:
     return found.record.number
 
 
-def look(step: int, path: Path) -> Found | None:
-    """What is at `path`, where the checkpoint of this step is; None, and a line in the log, where
-    it is not as jaxft wrote it."""
-    if not (path / RECORD).exists():
+def look(step: int | None, path: Path, has_record: bool) -> Found | None:
+    """What is at `path`, where the checkpoint of this step is (None: of any); None, and a line in
+    the log, where it is not as jaxft wrote it.
+
+    Raises:
+        RestoreError: it cannot be read just now, so nobody knows what it is.
+    """
+    if not has_record and step is not None:
         return Found(path, StorageEntry(step), None)
     try:
         record = read_record(path)
     except RestoreError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
+            raise
         _log.error("%s; it does not count", error)
         return None
-    if record.step != step:
+    if step is not None and record.step != step:
         _log.error("checkpoint %s says that it is step %d; it does not count", path, record.step)
         return None
     return Found(path, record.entry, record)

@@ -175,6 +175,11 @@ def take_seat(
     env = RankEnv.from_environ()
     if env is None and store:
         return _enlist(job, floor(), store, code)
+    if env is None and code:
+        raise ConfigError(
+            f'Snapshotter(code="{code}"): a script alone has no other hosts to protect it; name '
+            "the store in which its hosts meet, Snapshotter(store=...), or use `jaxft run --code`"
+        )
     if env is None:
         _check_world(0, 1)
         return attach(job, floor)

@@ -91,6 +91,24 @@ def test_a_row_of_many_processes(tmp_path: Path) -> None:
     assert rows["hosts[2]"]["limit"] == rows["hosts[2]"]["figure"]
 
 
+def test_rows_of_a_recovery(tmp_path: Path) -> None:
+    rows = quick(tmp_path, "recovery")
+    stages = ("detection", "killed", "started", "begun", "imported", "met", "built", "restored")
+    assert rows.keys() == {
+        *("recovery[rank]", "recovery[smp]", "recovery[smp,protected]"),
+        *(f"recovery[rank,{stage}]" for stage in (*stages, "step")),
+    }
+    whole = rows["recovery[rank]"]
+    assert whole["target"] == "<= 1.3 x limit"
+    assert whole["figure"] == pytest.approx(
+        sum(one["figure"] for name, one in rows.items() if name.startswith("recovery[rank,"))
+    )
+    assert all(0 < whole[key] < 100 for key in ("figure", "peer", "limit"))
+    assert rows["recovery[rank,detection]"]["target"] == "<= 0.2 s"
+    assert rows["recovery[rank,imported]"]["limit"] > 0
+    assert 0 < rows["recovery[smp]"]["figure"] < 100
+
+
 def test_a_name_that_is_not_known() -> None:
     done = run("encod")
     assert done.returncode == 2

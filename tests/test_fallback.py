@@ -399,7 +399,7 @@ def test_another_jobs_directory_is_refused_and_its_own_is_not(tmp_path: Path) ->
 
 def test_options_are_checked(tmp_path: Path) -> None:
     assert OrbaxFallback("some/where").directory == str(Path.cwd() / "some" / "where")
-    for wrong in ("", "gs://bucket/there"):
+    for wrong in ("", "s3://bucket/there"):
         with pytest.raises(ConfigError, match="directory"):
             OrbaxFallback(wrong)
     with pytest.raises(ConfigError, match="every"):

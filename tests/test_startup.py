@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import jaxft
+from jaxft.errors import ConfigError
 from tests.multiprocess.lone import Lone
 
 # JAX waits at exit for the other ranks: here is what stands for that.
@@ -98,3 +99,10 @@ def test_variables_of_a_run_that_is_over_are_named(lone: Lone) -> None:
     with pytest.raises(jaxft.ConfigError, match=f"JAXFT_SMP={over} is left of a run that is over"):
         jaxft.Snapshotter()
     assert not Path(over).parent.exists()
+
+
+def test_a_code_needs_other_hosts() -> None:
+    with pytest.raises(ConfigError, match=r'code="3\+1".*Snapshotter\(store=...\)'):
+        jaxft.Snapshotter(code=jaxft.Code(data=3, parity=1))
+    with pytest.raises(ConfigError, match="not of the form K\\+M"):
+        jaxft.Snapshotter(code="three", store="s")

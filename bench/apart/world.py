@@ -21,7 +21,7 @@ from jaxft.status.events import Event, EventReader
 ROOT = Path(__file__).parents[2]
 TRAINER = str(Path(__file__).with_name("trainer.py"))
 STORE = "store"
-WAIT_S = 40.0
+WAIT_S = 90.0
 # Asks etcd for a key, from a machine that reaches it.
 _ASK = """
 import json, sys, urllib.request

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import signal
 import string
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from types import FrameType
 from typing import Annotated, Any
 
 import msgspec
@@ -27,6 +29,7 @@ from jaxft.launch.options import parse_hosts
 
 EXIT_VIOLATED = 1
 EXIT_USAGE = 2
+EXIT_BROKEN = 3
 EXIT_STOPPED = 130
 HOSTS_MAX = 6  # the trainer's state divides among so many
 TABLE_WIDTH = 100
@@ -69,8 +72,6 @@ def main(
     except ConfigError as error:
         print(f"bench: error: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_USAGE) from None
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background has them ignored
-        signal.signal(number, signal.default_int_handler)
     base = Path(tempfile.mkdtemp(prefix="jxs-"))
     log = Log(base / "soak.log")
     log.say(f"soak: seed {seed}, {minutes:g} minutes, hosts {hosts}, code {code}; logs in {base}")
@@ -92,7 +93,7 @@ def main(
         shutil.copyfile(base / "soak.json", json)
     log.close()
     _show(summary(outcomes), figures)
-    if status == EXIT_VIOLATED or keep:
+    if status in (EXIT_VIOLATED, EXIT_BROKEN) or keep:
         print(f"seed {seed}; the logs of all hosts are in {base}", flush=True)
     else:
         shutil.rmtree(base)
@@ -119,24 +120,34 @@ def _orders(
 
 
 def _run(orders: Orders, base: Path, log: Log) -> tuple[int, str, Soak | None]:
-    """Exit status, what was violated, and the soak as far as it came."""
+    """Exit status, what was wrong, and the soak as far as it came."""
     soak = None
     names = string.ascii_lowercase[: orders.hosts[1] + 1]
     try:
+        _heed(signal.default_int_handler)
         with apart(base, *names, trainer=trainer_arguments(base / "checkpoints")) as world:
             soak = Soak(world, orders, log.say)
             try:
                 soak.run()
             except Violated as violation:
                 log.say(f"VIOLATED: {violation}")
-                with contextlib.suppress(KeyboardInterrupt):
-                    soak.evidence()
+                soak.evidence()
                 return EXIT_VIOLATED, str(violation), soak
+            finally:
+                _heed(signal.SIG_IGN)  # what was made is taken away
     except KeyboardInterrupt:
         log.say("stopped")
         return EXIT_STOPPED, "", soak
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        log.say(f"the soak itself cannot go on: {error}")
+        return EXIT_BROKEN, str(error), soak
     log.say("all is well")
     return 0, "", soak
+
+
+def _heed(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell's background has SIGINT ignored
+        signal.signal(number, handler)
 
 
 def summary(outcomes: list[Outcome]) -> dict[str, dict[str, Any]]:

@@ -3,11 +3,14 @@
 A job has recovered when every rank of the newest generation says that snapshots taken after the
 last failure are protected, nothing is wrong any more, and whatever was to die is dead. It has
 `patience_s` for that, from when nothing is wrong any more, and what a kind of failure takes to be
-found. Then it is looked over, and left alone for a while, in which nothing may happen.
+found. Then it is looked over, and left alone for a while, in which nothing may happen. Before more
+is lost than the code survives, it is left alone until storage has a checkpoint that is newer than
+the interval of checkpoints, so no more is lost then either.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -40,6 +43,7 @@ OPTIONS = (
 )
 TURN_S = 0.1
 CLEAN_S = 20.0
+STORED_S = 120.0
 END_S = 120.0
 NEWS = {
     "fault": "generation {generation} ends: {detail}",
@@ -161,6 +165,8 @@ class Soak:
 
     def _episode(self, episode: Episode) -> None:
         self._calm(episode.pause_s)
+        if "too many lost" in (strike.kind for strike in episode.strikes):
+            self._until(self._is_stored, "a checkpoint on storage", STORED_S)
         before, began_s = self._record.newest.number, time.monotonic()
         faults = self._record.faults
         newest = self._judge.generations[self._judge.newest].step
@@ -231,6 +237,11 @@ class Soak:
             return False
         least = self._marked.get(formed.number, heard.start) + 2 * EVERY
         return all(heard.latest.get(name, -1) >= least for name in formed.hosts)
+
+    def _is_stored(self) -> bool:
+        """Is no more than the interval of checkpoints not on storage?"""
+        step = self._judge.generations[self._judge.newest].step
+        return self._record.persisted >= step - PERSIST
 
     def _all_on(self) -> bool:
         return all(bool(machine.agent) == machine.wanted for machine in self._machines.values())
@@ -349,13 +360,16 @@ class Soak:
                 host = self._world[name]
                 command = [*self._world.network.enter(name), sys.executable, "-m", "jaxft"]
                 env = {"PYTHONPATH": str(ROOT), "JAXFT_RUN_DIR": str(host.base / "run")}
-                with (host.base / "status").open("wb") as out:
+                with (
+                    (host.base / "status").open("wb") as out,
+                    contextlib.suppress(subprocess.TimeoutExpired),
+                ):
                     subprocess.run(
                         [*command, "status", "--job", "j"],
                         env=os.environ | env,
                         stdin=subprocess.DEVNULL,
                         stdout=out,
                         stderr=out,
-                        timeout=60,
+                        timeout=20,
                         check=False,
                     )

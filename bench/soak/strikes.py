@@ -18,8 +18,10 @@ from bench.soak.plan import Strike
 from bench.soak.record import Record
 from jaxft.group.placement import form_groups
 from jaxft.group.world import Code
+from jaxft.host.ledger import LEDGER_BYTES
 
 EXIT = 17
+SEGMENT_BYTES = 1 << 19  # of a slot, at its beginning: less than a segment in any world
 
 
 class Blow:
@@ -237,15 +239,18 @@ class Hands:
         """One byte in each of a host's slots. A rank is killed, so that they are read; before, so
         that no snapshot is written over them."""
         name = chance.choice(members)
+        smp = self._send(name, "SMP", signal.SIGSTOP)
         killed = self._signalled(strike, chance.choice(members), "rank", signal.SIGKILL)
-        flipped = flip_bytes(self._record.pid(name, "SMP"), "-slot", chance)
+        flipped = flip_bytes(smp, "-slot", SEGMENT_BYTES, chance)
+        self._send(name, "SMP", signal.SIGCONT)
         text = f"{killed.text}, and bytes of {name} are flipped ({flipped})"
         return Blow(strike, (name,), text, gone=killed.gone)
 
     def _ledger_damaged(self, strike: Strike, members: list[str], chance: Random) -> Blow:
         """One byte of what a host knows of its memory, which the SMP after that one reads."""
         name = chance.choice(members)
-        flipped = flip_bytes(self._record.pid(name, "SMP"), "-ledger", chance)
+        smp = self._send(name, "SMP", signal.SIGSTOP)
+        flipped = flip_bytes(smp, "-ledger", LEDGER_BYTES, chance)
         killed = self._signalled(strike, name, "SMP", signal.SIGKILL)
         text = f"the ledger of {name} is damaged ({flipped}), and {killed.text}"
         return Blow(strike, (name,), text, gone=killed.gone)
@@ -312,23 +317,29 @@ class Hands:
         return Blow(strike, (name,), text, gone=(pid,) if pid else ())
 
 
-def flip_bytes(pid: int, what: str, chance: Random) -> str:
-    """Flips a bit of one byte in each piece of an SMP's memory that is called so; says where."""
+def flip_bytes(pid: int, what: str, within: int, chance: Random) -> str:
+    """Flips a bit of one byte in each piece of an SMP's memory that is called so; says where.
+
+    Args:
+        within: the first so many bytes.
+    """
     pieces: dict[int, Path] = {}  # which may have several descriptors
     with contextlib.suppress(OSError):
         for path in sorted(Path(f"/proc/{pid}/fd").iterdir()):
             target = os.readlink(path)
             if target.startswith("/memfd:jaxft-") and what in target:
                 pieces[path.stat().st_ino] = path
-        return ", ".join(_flip_byte(path, chance) for path in pieces.values()) or "of nothing"
+        return (
+            ", ".join(_flip_byte(path, within, chance) for path in pieces.values()) or "of nothing"
+        )
     return "it is gone"
 
 
-def _flip_byte(path: Path, chance: Random) -> str:
+def _flip_byte(path: Path, within: int, chance: Random) -> str:
     """One that is not 0, if there is one: what was never written is of no meaning."""
     fd = os.open(path, os.O_RDWR)
     try:
-        held = np.frombuffer(os.pread(fd, os.fstat(fd).st_size, 0), np.uint8)
+        held = np.frombuffer(os.pread(fd, within, 0), np.uint8)
         written = np.flatnonzero(held)
         found = int(written[chance.randrange(len(written))]) if len(written) else 0
         os.pwrite(fd, bytes([int(held[found]) ^ (1 << chance.randrange(8))]), found)

@@ -422,13 +422,15 @@ class Observer:
                 return self._save_memory(view, me, ready, gone, export, nonce, there)
             return self._too_few(there, gone)
         # Where all are that were, nobody is waited for: the world grows when more come.
-        whole = last is not None and all(_is_same(one, ready.get(one.host)) for one in last.hosts)
+        known = () if last is None else last.hosts
+        missed = [one for one in known if one.host not in self._backed_off]
+        whole = bool(missed) and all(_is_same(one, ready.get(one.host)) for one in missed)
         wait_s = 0.0 if whole else rules.settle_s - settled_s
         if any(me.answers[one.host] for one in gone if one.host not in self._backed_off):
             wait_s = max(wait_s, rules.agent_grace_s - gone_s)
         if wait_s > 0:
             return Wait(_and(f"{there}; waits for more", left_out), wait_s, gone)
-        there = _and(f"{there} and nobody else came", left_out)
+        there = _and(there if whole else f"{there} and nobody else came", left_out)
         return _form(view, ready, gone, me, rules, nonce, there, lent=lent)
 
     def _left_out(self, view: View, ready: Mapping[str, HostRecord]) -> dict[str, str]:

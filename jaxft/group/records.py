@@ -11,6 +11,8 @@ still/NUMBER/NAME  HostStill: how the ranks of this host stand, while one of gen
                    or elsewhere, seems to hang
 ending             JobEnd: what the job ends with, once its newest snapshot is on storage
 end                JobEnd: the job is over. Nothing but a new run of it replaces that
+surroundings       what JAX goes by in the ranks that train, as JSON, for processes of spares that
+                   wait to become ranks
 number             the largest generation number of earlier runs
 job_key            the text of the job's key, where the hosts are on several machines and were not
                    given one; it stays for later runs
@@ -35,6 +37,7 @@ DONE = "done/"
 STILL = "still/"
 ENDING = "ending"
 END = "end"
+SURROUNDINGS = "surroundings"
 NUMBER = "number"
 JOB_KEY = "job_key"
 
@@ -204,6 +207,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     still: Mapping[str, HostStill] = {}
     ending: JobEnd | None = None
     end: JobEnd | None = None
+    surroundings: str = ""
     number: int = 0
 
     @property
@@ -256,8 +260,13 @@ def read_view(entries: Mapping[str, Entry]) -> View:
         },
         ending=_decode(ENDING, entries[ENDING], JobEnd) if ENDING in entries else None,
         end=_decode(END, entries[END], JobEnd) if END in entries else None,
+        surroundings=_text(SURROUNDINGS, entries),
         number=_decode(NUMBER, entries[NUMBER], int) if NUMBER in entries else 0,
     )
+
+
+def _text(key: str, entries: Mapping[str, Entry]) -> str:
+    return _decode(key, entries[key], str) if key in entries else ""
 
 
 def _numbered(entries: Mapping[str, Entry], prefix: str, kind: type[T]) -> dict[int, T]:

@@ -33,6 +33,7 @@ from jaxft.group.records import (
     ENDING,
     FAULT,
     GENERATION,
+    SURROUNDINGS,
     Fault,
     HostRecord,
     JobEnd,
@@ -555,6 +556,7 @@ class Agent:
                 if wrong := misfit(self._host, view):
                     raise LaunchError(wrong)
                 self._watchdog.tell(store, view)
+                self._mind_warm(store, view)
                 decision = self._observer.decide(
                     view, self._me(), time.monotonic(), secrets.token_hex(8)
                 )
@@ -574,6 +576,16 @@ class Agent:
         if why != self._why_it_waits:
             self._why_it_waits = why
             self._register()
+
+    def _mind_warm(self, store: Store, view: View) -> None:
+        """Others know by what JAX goes in the ranks that train, for those of theirs that wait."""
+        mine, generation = self._ranks.surroundings, view.generation
+        if mine and not view.surroundings:
+            store.commit({SURROUNDINGS: None}, {SURROUNDINGS: encode(mine)})
+        if generation is None or not view.surroundings or view.fault is not None:
+            return
+        if generation.index_of(self._host) is None and self._leaving is None:
+            self._ranks.wait_as_spare(generation.number, view.surroundings)
 
     def _perform(self, decision: m.Decision, store: Store, view: View) -> bool:
         """Whether the store has to be read again for the next decision."""

@@ -241,10 +241,7 @@ class CrewAgent(Agent):
         if gone is None or view is None or view.fault is not None or view.generation is None:
             return
         number, key = view.generation.number, f"{FAULT}{view.generation.number}"
-        detail = (
-            f"{gone.name} on {self.options.host} is gone; whoever has started it knows why, and "
-            "may start the script again"
-        )
+        detail = f"{gone.name} on {self.options.host} is gone; whoever has started it knows why"
         fault = Fault(
             generation=number,
             host=self.options.host,
@@ -254,7 +251,8 @@ class CrewAgent(Agent):
             at_s=time.time(),
         )
         if number == self._entered and store.commit({key: None}, {key: encode(fault)}):
-            self._tell_fault(fault)
+            facts = {"generation": number, "host": fault.host, "kind": fault.kind, "detail": detail}
+            self._events.emit("fault", by=fault.host, **facts)
 
     def _leave(self, number: int, store: Store, fault: Fault | None) -> bool:
         served = self._strangers.serves
@@ -461,7 +459,7 @@ def _serve(ranks: list[Stranger], door: Door, job: str, console: Console) -> boo
         reason, usage = str(error), isinstance(error, ConfigError)
     finally:
         dismiss(ranks, enlist.Dismissed(reason=reason, usage=usage))
-    console.say(f"{reason}; the snapshots stay here for {ORPHAN_S:g} s")
+    console.say(f"{reason}. Its ranks are stopped; the snapshots wait {ORPHAN_S:g} s for others")
     return False
 
 

@@ -64,7 +64,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         bandwidth_max: bytes a second that each host's SMP may pull from others while it codes a
             snapshot, for example "2GB" ("": as much as there is). Restoring is not held back.
         warm: while ranks train, keep a process for each that waits, with JAX imported, to follow
-            it; it takes 150 MiB or so. See `jaxft.launch.warm`.
+            it; it takes 70 MiB or so. See `jaxft.launch.warm`.
         fresh: ignore snapshots of earlier runs.
         log_dir: where logs go (None: into the run directory, removed after a success).
         quiet: do not show the ranks' output.

@@ -78,6 +78,8 @@ class Ranks:
         self._warm = WarmRanks(options.command if options.warm else (), options.logs(), console.say)
         self._pages: list[CallsPage] = []
         self._began: list[tuple[dict[str, str], CallsPage]] = []  # until others wait to follow
+        self.surroundings = ""  # what JAX goes by in those that train, once others wait to follow
+        self._spare_in = 0
         self.generation = 0
         self.watched: tuple[Watched, ...] = ()  # replaced as a whole: another thread looks
 
@@ -170,9 +172,26 @@ class Ranks:
             return
         told = [(env, page.surroundings) for env, page in self._began]
         if all(page.counter[0] >= CALLS_MIN and page.surroundings for _, page in self._began):
-            self._warm.start(told)
             self._began.clear()  # once in a generation
-            self._events.emit("warm_started", pids=self._warm.pids, generation=self.generation)
+            self.surroundings = told[0][1]
+            self._start_warm(told)
+
+    def wait_as_spare(self, generation: int, surroundings: str) -> None:
+        """On a host that has no ranks, as many wait as it would have, for a place in the world.
+
+        Args:
+            generation: the world in which it has none.
+            surroundings: what JAX goes by in the ranks of other hosts.
+        """
+        is_new, self._spare_in = generation != self._spare_in, generation
+        if not is_new or self._children or self._warm.pids or not self._warm.may_be:
+            return
+        env = _inherited(os.environ)
+        self._start_warm([(env, surroundings)] * self._options.ranks_per_host)
+
+    def _start_warm(self, ranks: list[tuple[dict[str, str], str]]) -> None:
+        self._warm.start(ranks)
+        self._events.emit("warm_started", pids=self._warm.pids, generation=self.generation)
 
     def follow(self) -> None:
         if self._writes is not None:
@@ -279,10 +298,7 @@ def rank_environment(
     Python's output is not buffered (unless that was asked for otherwise), so that the last lines
     of a rank that is killed are in its log. It has no secrets of the agent's.
     """
-    env = dict(os.environ if environ is None else environ)
-    for name in (CALLS, PERSIST, EXPORT, STORE, *config.SECRETS):
-        env.pop(name, None)
-    env.setdefault("PYTHONUNBUFFERED", "1")
+    env = _inherited(os.environ if environ is None else environ)
     place = RankEnv(
         job=generation.job,
         host=host,
@@ -295,3 +311,12 @@ def rank_environment(
         address=next((one.ip for one in generation.hosts if one.host == host), ""),
     )
     return env | place.to_environ()
+
+
+def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """What a rank has of its agent's environment."""
+    env = dict(environ)
+    for name in (CALLS, PERSIST, EXPORT, STORE, *config.SECRETS):
+        env.pop(name, None)
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    return env

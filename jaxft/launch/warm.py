@@ -5,6 +5,7 @@ Rules
   else it is (a shell, `torchrun`, `srun`, `python -c`), all ranks are started when they are wanted.
 - They are started once the ranks of now train, so as not to be in the way of their beginning, and
   with what JAX goes by in these. One that finds something else ends, and there are no more of them.
+  Spares learn that from the store.
 - One becomes a rank only if the rank would have been started with the same environment, but for
   jaxft's own variables, which nothing looks at before that. It is killed otherwise.
 - They are in nobody's way: each sleeps on a pipe, has no device, and is the first that the kernel

@@ -72,10 +72,9 @@ def keep_newest(memory: Memory, storage: Storage, hidden_step: int | None) -> No
 
 def _leave_all() -> None:
     has_failed = getattr(sys, "last_value", None) is not None
-    keeps = not has_failed and ocp.multihost.process_count() == 1
     for manager in [one for one, pid in _open if pid == os.getpid()]:
         try:
-            manager.leave(keeps=keeps)
+            manager.leave(keeps=not has_failed and ocp.multihost.process_count() == 1)
         except Exception:  # noqa: BLE001 - others are to end as well
             _log.exception("CheckpointManager(%s): at the script's end", manager.directory)
 

@@ -247,8 +247,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
         Raises:
             StepAlreadyExistsError: `force`, and the step is on storage (not where it was left by
                 restoring an older one).
-            JaxftError: the first snapshot does not fit into memory, another process saves here, or
-                helpers cannot write it.
+            JaxftError: the first snapshot does not fit into memory, another process saves here, an
+                array has been donated before, or helpers cannot write it.
         """
         given = {"save_kwargs": save_kwargs, "metrics": metrics, "args": args}
         given["custom_metadata"] = custom_metadata
@@ -298,6 +298,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
             self._hidden_step, self._looked_for_deleted = None, True
         if to_storage:
             self._storage.save(step, *memory.identity(receipt), given)
+        elif (refused := memory.refused()) is not None:
+            raise refused
         elif self._helpers:
             return receipt.id is not None
         elif (ahead := max(self._storage.steps(), default=step - 1)) >= step:

@@ -23,6 +23,7 @@ from jaxft.errors import (
     RestoreError,
     RestoreTimeout,
     SnapshotError,
+    StagingError,
 )
 from jaxft.group.manifest import SnapshotId
 from jaxft.group.messages import Outcome, Plan
@@ -267,6 +268,15 @@ class Memory:
         if error is None or error is self._told:
             return None
         assert isinstance(error, JaxftError)
+        self._told = error
+        return error
+
+    def refused(self) -> StagingError | None:
+        """Why nothing of the newest snapshot was taken: an array was donated before, say."""
+        receipt = self.receipt
+        error = receipt.staged.exception() if receipt and receipt.staged.done() else None
+        if not isinstance(error, StagingError):
+            return None
         self._told = error
         return error
 

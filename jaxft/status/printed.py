@@ -95,6 +95,8 @@ def _count(number: int, what: str) -> str:
 
 def _newest(report: r.JobReport) -> str:
     newest = report.newest
+    if newest is None and report.health == r.UNREACHABLE:
+        return "not known"
     if newest is None:
         return "no snapshot is committed"
     step = "?" if newest.step is None else newest.step
@@ -151,7 +153,7 @@ def _tables(report: r.JobReport) -> Iterable[RenderableType]:
     for host in report.hosts:
         cells: list[Text | str] = [
             host.host,
-            host.role + (", root" if host.is_root else ""),
+            "root" if host.is_root and host.role == "member" else host.role,
             _place(host.address),
             *([host.domain or "-"] if domains else []),
             Text(host.agent, style=_BAD.get(host.agent, "")),
@@ -194,7 +196,8 @@ def _slots(slots: Sequence[r.SlotReport]) -> list[str]:
 def _slot(slot: r.SlotReport) -> str:
     if slot.snapshot is None:
         return slot.state
-    pinned = f", {slot.pinned}" if slot.pinned else ""
+    # Which is the newest one is said above.
+    pinned = f", {slot.pinned}" if slot.pinned not in ("", "newest") else ""
     return f"{slot.step} {slot.state}{pinned}"
 
 

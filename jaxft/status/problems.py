@@ -33,14 +33,20 @@ def problems(report: r.JobReport, asked_parity: int) -> tuple[str, ...]:
 
 def _of_the_world(report: r.JobReport) -> Iterator[str]:
     world = report.world
-    if world is None:
+    if world is None and (_answers(report) or (report.store.url and not report.store.problem)):
         yield "no world has been formed yet"
+    elif world is None:
+        yield "nobody says which world there is"
     elif world.phase == "failed":
         yield f"generation {world.generation} has ended, and no new one has been formed yet"
     elif world.phase == "restoring":
         yield f"generation {world.generation} has not settled yet: it starts, or restores"
     elif world.phase == "exporting":
         yield f"the job ends: generation {world.generation} writes its newest snapshot to storage"
+
+
+def _answers(report: r.JobReport) -> bool:
+    return any(host.smp != "silent" for host in report.hosts)
 
 
 def _of_hosts(report: r.JobReport) -> Iterator[str]:
@@ -90,8 +96,11 @@ def _of_groups(report: r.JobReport) -> Iterator[str]:
 
 def _of_losses(report: r.JobReport, asked_parity: int) -> Iterator[str]:
     losses = report.losses
-    if all(host.smp == "silent" for host in report.hosts):
+    if not _answers(report):
         yield "no snapshot process answers: what memory holds is not known"
+        # Of the others it has been said.
+        others = (host for host in report.hosts if host.role in ("spare", "left") and host.why)
+        yield from (f"{host.host}: {host.why}" for host in others)
         return
     if losses.lost is not None:
         step = "" if report.newest is None or report.newest.step is None else report.newest.step

@@ -163,3 +163,11 @@ def test_hosts_with_different_keys_are_told_so() -> None:
     one, two = (record(host, "tcp://10.0.0.1:1,", f"{host}{host} encrypted") for host in "ab")
     wrong = misfit("b", view(one, two, world=(one,)))
     assert "host a has job key aa encrypted, and this host, b, has bb encrypted" in wrong
+
+
+def test_hosts_at_addresses_of_two_kinds_are_told_so() -> None:
+    one, two = record("a", "tcp://10.0.0.1:1,"), record("b", "tcp://[fd00::2]:1,")
+    wrong = misfit("b", view(one, two, world=(one,)))
+    assert "host a is at 10.0.0.1, and this host, b, at fd00::2" in wrong
+    assert "an IPv4 address, the other an IPv6 one" in wrong
+    assert misfit("a", view(one, two, world=(one,))) == ""

@@ -45,6 +45,10 @@ def test_a_host_is_lost_and_another_is_cut_off_and_returns(base: Path) -> None:
         world.network.kill("b")
         world.until(lambda: goes_on_bit_for_bit(a, 2, known), "the one that stays goes on")
         world.until(lambda: goes_on_bit_for_bit(c, 2, known), "the spare has taken over")
+        formed = [one for host in (a, c) for one in host.events("generation_formed", number=2)]
+        # At once: nobody else was waited for.
+        assert [one["reason"].rpartition("; ")[2] for one in formed] == ["2 hosts are there"]
+        assert "runs without this host, a spare" in c.text()
 
         # Its cable is pulled, for longer than its lease: the other goes on, and it does not.
         known = c.newest("latest")

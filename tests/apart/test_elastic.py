@@ -13,7 +13,7 @@ from bench.apart.world import ROOT, apart
 from tests.apart.seen import SOON
 
 SCRIPT = str(ROOT / "examples" / "train_nnx.py")
-STEPS, TOLERANCE = 400, 1e-3  # as the example says
+STEPS, TOLERANCE = 300, 1e-5  # as the example says
 OPTIONS = ("--hosts", "3:4", "--code", "3+1", *SOON)
 
 

@@ -81,6 +81,17 @@ def test_hosts_that_hold_different_newest_steps_go_on_from_the_common_one_case_2
     assert known <= min(restored) <= step
 
 
+def test_a_host_that_comes_and_goes_waits_before_it_is_taken_in_again(world: World) -> None:
+    c, number, known = world["c"], newest(world) + 1, protected(world, "abc")
+    for names in ("abc", "ab"):
+        os.kill(c.events("agent_started")[-1]["pid"], signal.SIGKILL)
+        c.start(*OPTIONS)
+        all_go_on(world, names, number, known)
+        number += 1
+    assert "c was lost 2 times lately" in world["a"].text()
+    all_go_on(world, "abc", number, known)
+
+
 def test_a_world_that_cannot_restore_with_a_host_goes_on_without_it_and_takes_it_in_later(
     world: World,
 ) -> None:
@@ -88,10 +99,11 @@ def test_a_world_that_cannot_restore_with_a_host_goes_on_without_it_and_takes_it
     known = protected(world, "abc")
     close_smps_off(world, "a")
     os.kill(rank_of(world["b"]), signal.SIGKILL)
-    world.until(lambda: world["b"].newest("restored", 5) >= known, "the others go on", 60)
-    all_go_on(world, "bc", 5, known)
+    number = newest(world) + 3  # twice in vain
+    world.until(lambda: world["b"].newest("restored", number) >= known, "the others go on", 60)
+    all_go_on(world, "bc", number, known)
     world.network.mend("a")
-    all_go_on(world, "abc", 6, known)
+    all_go_on(world, "abc", number + 1, known)
 
 
 def test_a_job_with_a_hung_smp_ends_within_5_s_case_42(world: World) -> None:

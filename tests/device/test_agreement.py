@@ -43,7 +43,7 @@ class Service:
 def service(monkeypatch: pytest.MonkeyPatch) -> Service:
     made = Service(3)
     monkeypatch.setattr(jax, "process_count", lambda: 3)
-    monkeypatch.setattr(agreement, "_service", lambda: made)
+    monkeypatch.setattr(agreement, "coordination_service", lambda: made)
     return made
 
 

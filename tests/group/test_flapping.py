@@ -102,15 +102,28 @@ def test_a_world_that_needs_it_takes_it_at_once() -> None:
     assert "was lost 2 times" not in formed.generation.reason
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_it_is_not_waited_for(is_there: bool) -> None:
+    """Once it was one time too many: all others are there."""
+    board = flapped(2, ELASTIC)
+    if not is_there:
+        board.leave("host3")
+    who = me(answers={"host3": True})
+    formed = m.Observer(ELASTIC).decide(board.view(), who, 0.0, "n")
+    assert isinstance(formed, m.Form), formed
+    assert len(formed.generation.hosts) == 3
+
+
 def test_it_does_not_keep_a_world_from_settling_by_coming_and_going() -> None:
     board = flapped(2, ELASTIC)
+    board.leave("host2")  # which is waited for
     observer = m.Observer(ELASTIC)
     for tenth in range(29):
         assert isinstance(observer.decide(board.view(), ANYBODY, tenth / 10, "n"), m.Wait)
         board.join("host3", f"flaps{tenth}", f"flaps{tenth}")
     formed = observer.decide(board.view(), ANYBODY, 3.0, "n")
     assert isinstance(formed, m.Form), formed
-    assert len(formed.generation.hosts) == 3
+    assert len(formed.generation.hosts) == 2
 
 
 @pytest.mark.parametrize("seconds", [0.0, 29.0, 31.0])

@@ -41,7 +41,8 @@ class Run:
     """A `jaxft run` in a directory of its own.
 
     Args:
-        options: of the command line; the job's name is "j".
+        options: of the command line; the job's name is "j". Nobody waits to follow a rank, which
+            takes a processor a second, unless they say --warm.
         command: of the ranks, "BASE" for `base`; by default one that obeys files in it.
         env: more environment variables.
     """
@@ -73,8 +74,9 @@ class Run:
 
     def start(self, *options: str, command: tuple[str, ...]) -> subprocess.Popen[str]:
         """Another `jaxft run` of the same job, with the same output."""
+        run = (sys.executable, "-m", "jaxft", "run", "--job", "j", "--no-warm")
         return subprocess.Popen(
-            [sys.executable, "-m", "jaxft", "run", "--job", "j", *options, "--", *command],
+            [*run, *options, "--", *command],
             stdin=subprocess.DEVNULL,
             stdout=self.out,
             stderr=self.err,

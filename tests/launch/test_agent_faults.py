@@ -112,7 +112,7 @@ def test_an_smp_that_hangs_is_killed_and_started_again_on_its_memory() -> None:
         arena = world.wait("smp_started", host="host1")["arena"]
         os.kill(world.pid("host1", "smp"), signal.SIGSTOP)
         fault = world.wait("fault")
-        assert (fault["kind"], fault["host"]) == ("smp_report", "host1")
+        assert (fault["kind"], fault["host"]) == ("unreachable", "host1")
         assert world.wait("smp_restarted", host="host1")["arena"] == arena
         world.running(2, 2)
         assert world.finish() == 0, world.text()

@@ -303,7 +303,7 @@ def test_a_name_that_an_agent_on_another_machine_has_is_waited_for_and_not_taken
     wait("", 0.0)
     wait("m1", 0.0)  # its agent was killed here, and is started again
     assert not said
-    with pytest.raises(JobInUse, match=r"host a of this job lives on another machine .*--host"):
+    with pytest.raises(JobInUse, match=r"host a of this job lives on another machine.*--host"):
         wait("m2", 0.3)
     assert said == ["host a is registered from another machine: waits 0.3 s for it to go"]
     lease.release()

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,9 +21,10 @@ from jaxft.host.local import LocalChannel, connect
 from jaxft.launch import crew as crews
 from jaxft.launch.crew import Door, keep, options_of
 from jaxft.launch.hostdir import Lock
+from tests.launch.local_runs import ROOT
 
 CREW = Crew(run="r", hosts=("a", "b"), ranks=(1, 2))
-WAIT_S = 10.0
+WAIT_S = 20.0
 
 
 def wish(rank: int, crew: Crew = CREW, store: str = "s", code: str = "") -> Enlist:
@@ -164,3 +170,25 @@ def test_a_crew_is_a_world_of_all_its_hosts(monkeypatch: pytest.MonkeyPatch) -> 
     assert (options.hosts_min, options.hosts_max, options.ranks_per_host) == (2, 2, 2)
     with pytest.raises(ConfigError, match="needs at least 3 hosts"):
         options_of(wish(1, store="/s", code="2+2"), "j", "b")
+
+
+def test_a_keeper_that_nobody_comes_to_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    environ = {**os.environ, "JAXFT_RUN_DIR": str(tmp_path / "run"), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "jaxft", "keep", "--job", "j", "--host", "a"]
+    first = subprocess.Popen(command, env=environ, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline_s = time.monotonic() + WAIT_S
+        while not (tmp_path / "run/j/a" / enlist.SOCKET).exists():
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        second = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=30, check=False
+        )
+        assert second.returncode == 2
+        assert f"is in use by process {first.pid}" in second.stderr
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(WAIT_S) == 128 + signal.SIGTERM
+        assert not [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    finally:
+        first.kill()
+        first.communicate()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -58,6 +60,25 @@ def test_a_job_that_is_done_leaves_its_newest_snapshot_on_storage() -> None:
         assert stored(one)[-1] == (newest, newest), one.world.text()
         one.world.assert_nothing_left()
         goes_on_from_storage(one, newest)
+
+
+def test_an_exporter_that_is_killed_costs_the_last_step_and_no_checkpoint() -> None:
+    """When it has written all, and nobody can see it yet; the job ends as it would have."""
+    fault = "export.committing:rank=0=kill"
+    with train(5, persist=SELDOM, JAXFT_FAULTS=fault) as one:
+        world = one.world
+        one.until("latest", 6)
+        by_hand = [sys.executable, "-m", "jaxft", "export", "--job", "j"]
+        directory = world.base / "checkpoints"
+        subprocess.run([*by_hand, str(directory)], env=world.environ, check=True, timeout=60)
+        [(step, w)] = stored(one)
+        assert step == w
+        assert one.end() == 0, world.text()
+        assert step < max(event["step"] for event in world.events("committed"))
+        assert stored(one) == [(step, step)], world.text()
+        assert "the newest snapshot did not get to storage" in world.errors()
+        assert not world.events("exported")
+        world.assert_nothing_left()
 
 
 def goes_on_from_storage(one: Training, step: int) -> None:

@@ -17,6 +17,7 @@ from jaxft import OrbaxFallback, salvage
 from jaxft.errors import ConfigError
 from jaxft.host.job_key import JobKey
 from tests.buckets import serving
+from tests.launch import local_runs
 from tests.launch.local_runs import Run, run
 from tests.launch.test_export import plain
 from tests.launch.test_salvage import same_environment  # noqa: F401
@@ -44,6 +45,9 @@ def two_hosts(store: str, base: Path, directory: str) -> Iterator[tuple[Training
 def test_two_machines_write_to_a_bucket_and_a_third_exports(
     etcd_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(
+        local_runs, "WAIT_S", 120.0
+    )  # each helper and exporter starts JAX and Orbax
     with serving() as bucket, two_hosts(etcd_url, tmp_path, f"{bucket}/run") as (training, other):
         world = training.world
         written = world.wait("persisted")["step"]
@@ -67,8 +71,8 @@ def test_two_machines_write_to_a_bucket_and_a_third_exports(
         with pytest.raises(ConfigError, match="do not take this job key"):
             salvage.export("j", tmp_path / "a", store=etcd_url, job_key_file=str(other_key))
 
-        assert training.end() == 0, world.text()
-        assert other.ended() == 0, other.text()
+        assert training.end(120) == 0, world.text()
+        assert other.ended(120) == 0, other.text()
         newest = max(event["step"] for event in world.events("committed"))
         assert plain(f"{bucket}/run")[-1] == (newest, newest), world.text()
         assert len(OrbaxFallback(f"{bucket}/run").entries()) <= 2

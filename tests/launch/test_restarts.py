@@ -17,7 +17,7 @@ def formed(world: Run, number: int) -> list[str]:
 
 def test_a_rank_that_is_left_behind_and_a_host_that_flaps() -> None:
     options = ("--local-hosts", "3", "--hosts", "2:3", "--exit-grace-s", "1", "--flap-s", "60")
-    with run(*options, "--lease-s", "2", "--settle-s", "4") as world:
+    with run(*options, "--lease-s", "2", "--settle-s", "60") as world:
         world.running(1, 3)
         # A rank ends well, and the others do not follow.
         world.exit_rank(1, 0)

@@ -21,7 +21,7 @@ from jaxft.launch.warm import Script, WarmRanks, script_of
 from tests.launch.local_runs import ROOT, run
 from tests.launch.training import TRAINER
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 PYTHON = sys.executable
 
 # What a script finds, and what becomes of it.
@@ -81,7 +81,7 @@ if __name__ == "__main__":
         signal.pause()
 """
 COMMANDS = {
-    "facts": ("-u", "-Xdev", "./far/../train.py", "facts", "--lr", "1e-3"),
+    "facts": ("-u", "-Xutf8", "./far/../train.py", "facts", "--lr", "1e-3"),
     "raise": ("-W", "error", "train.py", "raise"),
     "raise in a module": ("-OO", "-m", "pack.train", "raise"),
     "signals": ("train.py", "signals"),
@@ -246,14 +246,19 @@ def test_a_rank_that_would_have_another_environment_is_not_a_warm_one(site: Site
     assert not (Path("/proc") / str(pid)).exists()
 
 
-def test_a_rank_that_is_lost_is_followed_by_the_one_that_waits() -> None:
-    options = ("--local-hosts", "1", "--warm")
+def test_a_rank_that_is_lost_is_followed_by_the_one_that_waits_and_a_spare_has_one_too() -> None:
+    options = ("--local-hosts", "2", "--hosts", "1", "--warm")
     with run(*options, command=(PYTHON, TRAINER, "BASE", "1")) as world:
-        (waits,) = world.wait("warm_started")["pids"]
-        world.kill("host0", "rank")
+        host = world.wait("rank_started")["host"]
+        (spare,) = {"host0", "host1"} - {host}
+        (follows,), (waits,) = (
+            world.wait("warm_started", host=one)["pids"] for one in (host, spare)
+        )
+        world.kill(host, "rank")
         started = world.wait("rank_started", generation=2)
-        assert (started["pid"], started["warm"]) == (waits, True)
+        assert (started["host"], started["pid"], started["warm"]) == (host, follows, True)
         world.wait("restored", generation=2)
+        assert waits in world.processes()
         (world.base / "last").write_text("1")
         assert world.ended() == 0
         world.assert_nothing_left()

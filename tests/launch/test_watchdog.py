@@ -34,12 +34,14 @@ Thread 78 (idle): "jaxft-stage"
     wait (threading.py:320)
 """
 
-# A rank without JAX, which calls all the time.
+# A rank without JAX, which calls all the time; in the second generation rank 1 never does.
 COUNTS = """
 import os, time
 from jaxft.watched import be_watched
 page = be_watched()
 while True:
+    if (os.environ["JAXFT_GENERATION"], os.environ["JAXFT_RANK"]) == ("2", "1"):
+        time.sleep(600)
     page.counter[0] += 1
     if page.counter[0] == 10:
         print("of generation", os.environ["JAXFT_GENERATION"], flush=True)
@@ -92,11 +94,16 @@ def test_a_rank_that_hangs_is_named_and_training_goes_on_bit_for_bit_case_36(
         world.assert_nothing_left()
 
 
-def test_a_rank_that_is_stopped_hangs() -> None:
-    with run("--local-hosts", "2", *QUICK, command=(sys.executable, "-c", COUNTS)) as world:
+def test_a_rank_that_is_stopped_hangs_and_so_does_one_that_never_calls() -> None:
+    quick = (*QUICK, "--start-s", "2")
+    with run("--local-hosts", "2", *quick, command=(sys.executable, "-c", COUNTS)) as world:
         world.running(1, 2)
         os.kill(world.pid("host0", "rank"), signal.SIGSTOP)
         fault = world.wait("fault")
         assert (fault["kind"], fault["host"]) == ("hung", "host0")
         assert "it is stopped by a signal" in fault["detail"]
-        world.wait("generation_formed", number=2)
+        fault = world.wait("fault", generation=2)
+        assert (fault["kind"], fault["host"]) == ("hung", "host1")
+        assert "rank 1 on host1 hangs: it has not called save for" in fault["detail"]
+        assert "s, not once (the other ranks are at call" in fault["detail"]
+        world.wait("generation_formed", number=3)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.launch.local_runs import Run, run
+from tests.launch.local_runs import WAIT_S, Run, run
 
 TRAINER = str(Path(__file__).with_name("trainer.py"))
 
@@ -37,12 +37,12 @@ class Training:
             f"{what} of {least}",
         )
 
-    def end(self) -> int:
+    def end(self, timeout_s: float = WAIT_S) -> int:
         """Has the ranks end at a step that is before them all."""
         last = max(self.newest(rank, "step") for rank in (0, 1)) + 50
         (self.base / "order").write_text(str(last))
         (self.base / "order").rename(self.base / "last")
-        return self.world.ended()
+        return self.world.ended(timeout_s)
 
 
 @contextlib.contextmanager

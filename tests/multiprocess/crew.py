@@ -1,6 +1,7 @@
 """A rank that nobody of jaxft's has started: `python crew.py BASE STORE COORDINATOR RANK RANKS`.
 
-The job is the one that JOB names, or "crew".
+The job is the one that JOB names, or "crew". Checkpoints, of which none but the first is due, are
+in CHECKPOINTS, if that is said.
 
 Every step is a collective of all ranks. It goes on until the step that the file BASE/last names,
 and writes what it does, one JSON object a line, to BASE/rank-RANK. Element i of the state after n
@@ -45,8 +46,11 @@ def main() -> None:
     first = np.arange(SIZE, dtype=np.int32)
     state = {"w": jax.make_array_from_callback((SIZE,), sharding, lambda at: first[at])}
     train = jax.jit(lambda state: {"w": state["w"] + 1000 + 0 * jnp.sum(state["w"])})
-    step = 0
-    with jaxft.Snapshotter(every=3, store=store, job=os.environ.get("JOB", "crew")) as snapshotter:
+    step, fallback = 0, None
+    if "CHECKPOINTS" in os.environ:
+        fallback = jaxft.OrbaxFallback(os.environ["CHECKPOINTS"], every=1_000_000)
+    job = os.environ.get("JOB", "crew")
+    with jaxft.Snapshotter(every=3, store=store, job=job, fallback=fallback) as snapshotter:
         say(host=snapshotter.env.host, generation=snapshotter.env.generation)
         restored = snapshotter.restore(state)
         if restored is not None:

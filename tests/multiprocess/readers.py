@@ -1,12 +1,13 @@
 """Processes that read checkpoints: `python readers.py ROLE ARGUMENTS...`, an answer in JSON.
 
-plain DIRECTORY STEP                        with nothing but Orbax
-rank DIRECTORY STEP PORT INDEX COUNT        one of several processes, with jaxft
+plain DIRECTORY STEP PORT INDEX COUNT       one of so many processes, with nothing but Orbax
+rank DIRECTORY STEP PORT INDEX COUNT        the same, with jaxft
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -26,67 +27,77 @@ def digest(leaf: object) -> str:
     return f"{array.dtype}{list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()}"
 
 
-def plain(directory: str, step: str) -> object:
-    """What Orbax gives for every leaf that it can hold, on one device, where there is no jaxft."""
-    sys.modules["jaxft"] = None  # type: ignore[assignment]  # an import of it fails from here on
-    import orbax.checkpoint as ocp
+def meshed(count: str, port: str, index: str) -> jax.sharding.Mesh:
+    """A mesh of this many processes, of which this is one."""
+    if count != "1":
+        jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
+    return jax.make_mesh((2, jax.device_count() // 2), ("a", "b"))
 
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
-    def target(shape: tuple[int, ...], dtype: object) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=one)
+def targets(mesh: jax.sharding.Mesh) -> dict[str, object]:
+    """The state on that mesh, but for what Orbax cannot hold."""
 
-    like = {
-        "w": target((16, 6), np.dtype("float32")),
-        "keys": target((4,), jax.eval_shape(lambda: jax.random.key(0)).dtype),
+    def target(shape: tuple[int, ...], dtype: object, *spec: str | None) -> jax.ShapeDtypeStruct:
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    return {
+        "w": target((16, 6), np.dtype("float32"), "a", "b"),
+        "keys": target((4,), jax.eval_shape(lambda: jax.random.key(0)).dtype, "a"),
         "opt": [target((5,), jax.numpy.bfloat16), None],
         "count": target((), np.dtype("int32")),
         "host": np.zeros(3),
         "step": 0,
     }
+
+
+def shards_of(state: dict[str, object], *names: str) -> dict[str, list[list[str]]]:
+    return {
+        name: [[str(shard.index), digest(shard.data)] for shard in state[name].addressable_shards]
+        for name in names
+    }
+
+
+def rest_of(state: dict[str, object]) -> dict[str, str]:
+    rest = {name: digest(state[name]) for name in ("count", "host", "step")}
+    return rest | {"opt": digest(state["opt"][0].addressable_data(0))}
+
+
+def plain(directory: str, step: str, port: str, index: str, count: str) -> object:
+    """What Orbax gives, where there is no jaxft: its manager, and its new interface."""
+    assert importlib.util.find_spec("jaxft") is None
+    import orbax.checkpoint as ocp
+    from orbax.checkpoint import v1
+
+    like = targets(meshed(count, port, index))
     with ocp.CheckpointManager(directory) as manager:
-        tree = manager.restore(int(step), args=ocp.args.StandardRestore(like))
-    assert not any(name.startswith("jaxft.") for name in sys.modules)
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return {jax.tree_util.keystr(keys): digest(leaf) for keys, leaf in leaves}
+        state = manager.restore(int(step), args=ocp.args.StandardRestore(like))
+    new = v1.load(f"{directory}/{step}", like)
+    for one in (state, new):
+        assert all(one[name].sharding == like[name].sharding for name in ("w", "keys", "count"))
+    found = {"shards": shards_of(state, "w", "keys"), "rest": rest_of(state)}
+    assert found == {"shards": shards_of(new, "w", "keys"), "rest": rest_of(new)}
+    if count != "1":
+        jax.distributed.shutdown()
+    return found
 
 
 def rank(directory: str, step: str, port: str, index: str, count: str) -> object:
     """The bytes of every shard that this process gets, of a state over all processes."""
-    jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(index))
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
-
     from jaxft import OrbaxFallback
 
-    mesh = jax.make_mesh((2, jax.device_count() // 2), ("a", "b"))
-
-    def target(shape: tuple[int, ...], dtype: object, *spec: str | None) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
-
-    key = jax.eval_shape(lambda: jax.random.key(0)).dtype
-    like = {
-        "w": target((16, 6), np.dtype("float32"), "b", "a"),
-        "e4m3": target((8,), np.dtype("float8_e4m3"), "a"),
-        "keys": target((4,), key, "b"),
-        "opt": [target((5,), np.dtype("bfloat16")), None],
-        "count": jax.numpy.int32(0),
-        "host": np.zeros(3),
-        "step": 0,
-    }
+    mesh = meshed(count, port, index)
+    cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
+    e4m3 = jax.ShapeDtypeStruct((8,), np.dtype("float8_e4m3"), sharding=cut)
+    like = {**targets(mesh), "e4m3": e4m3, "count": jax.numpy.int32(0)}
     fallback = OrbaxFallback(directory)
     entry = next(entry for entry in fallback.entries() if entry.step == int(step))
     state, extras = fallback.restore(entry, like)
-    shards = {
-        name: [[str(shard.index), digest(shard.data)] for shard in state[name].addressable_shards]
-        for name in ("w", "e4m3", "keys")
-    }
-    rest = {name: digest(state[name]) for name in ("count", "host", "step")}
-    rest["opt"] = digest(state["opt"][0].addressable_data(0))
+    shards = shards_of(state, "w", "e4m3", "keys")
     assert all(state[name].sharding == like[name].sharding for name in shards)
     assert not state["count"].committed
     jax.distributed.shutdown()
-    return {"shards": shards, "rest": rest, "extras": extras}
+    return {"shards": shards, "rest": rest_of(state), "extras": extras}
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def test_the_next_start_of_a_script_goes_on_from_the_memory_of_the_one_before(cr
     assert gone["detail"].startswith(f"rank 2 (process {crew.ranks[2].pid}) on n2 is gone")
 
     protected = crew.newest("latest")
-    crew.start()
+    crew.start(CHECKPOINTS=str(crew.base / "checkpoints"))
     crew.until(lambda: crew.newest("step") > protected + 6, "steps of the second start")
     assert all(crew.said(rank, "restored")[0] >= protected for rank in range(3))
     assert {source for rank in range(3) for source in crew.said(rank, "source")} == {"own"}
@@ -160,5 +160,7 @@ def test_the_next_start_of_a_script_goes_on_from_the_memory_of_the_one_before(cr
     (crew.base / "order").rename(crew.base / "last")
     assert crew.until_gone() == [0, 0, 0], crew.text()
     crew.until(lambda: not crew.processes(""), "end of all processes")
+    newest = max(int(path.name) for path in (crew.base / "checkpoints").iterdir())
+    assert last - 3 < newest <= last
     # But for notes for the next run of the job.
     assert [path for path in (crew.base / "run").rglob("*") if path.name[0] != "."] == []

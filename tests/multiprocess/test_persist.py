@@ -29,10 +29,11 @@ from jaxft.host import protocol as p
 from jaxft.host.client import SmpClient, greeting
 from tests.buckets import serving
 from tests.device.snapshots import take
-from tests.multiprocess import jax_world
+from tests.multiprocess import jax_world, without_jaxft
 from tests.multiprocess.jax_world import WAIT_S, environment, generation_of, seat
 
 HOSTS = 2
+Reader = subprocess.Popen[bytes]
 READERS = Path(__file__).with_name("readers.py")
 
 
@@ -221,10 +222,29 @@ def alone(tmp_path: Path) -> Iterator[Host]:
     host.close()
 
 
-def start_reader(*arguments: object) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(READERS), *map(str, arguments)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment({}))
+def start_readers(role: str, directory: Path, step: int, count: int, python: str) -> list[Reader]:
+    """A world of so many processes that read a checkpoint."""
+    port = free_port()
+    env = environment({} if python == sys.executable else {"PYTHONPATH": ""})
+    return [
+        subprocess.Popen(
+            [
+                python,
+                str(READERS),
+                role,
+                str(directory),
+                str(step),
+                str(port),
+                str(index),
+                str(count),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=env,
+            cwd=directory,
+        )
+        for index in range(count)
+    ]
 
 
 def finish(reader: subprocess.Popen[bytes]) -> Any:
@@ -267,9 +287,20 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_a_snapshot_is_persisted_and_read_by_all(hosts: list[Host], tmp_path: Path) -> None:
+@pytest.fixture
+def four(tmp_path: Path) -> Iterator[list[Host]]:
+    made = [Host(f"h{place}", tmp_path) for place in range(4)]
+    yield made
+    for host in made:
+        host.close()
+
+
+def test_what_four_hosts_persist_is_read_by_others_and_without_jaxft(
+    four: list[Host], tmp_path: Path
+) -> None:
+    """By one, two and three processes of plain Orbax, where jaxft is not installed; and with it."""
     directory = tmp_path / "checkpoints"
-    world = World(hosts, directory)
+    world = World(four, directory)
     try:
         assert not world.take(1)
         step, result, _ = world.persist(2)
@@ -278,12 +309,15 @@ def test_a_snapshot_is_persisted_and_read_by_all(hosts: list[Host], tmp_path: Pa
         assert world.announced("persisted") == [told]
     finally:
         world.close()
-    port = free_port()
-    ranks = [start_reader("rank", directory, step, port, index, 2) for index in range(2)]
-    plain = start_reader("plain", directory, step)
-    answers = [finish(rank) for rank in ranks]
-    assert finish(plain) == expected(step)
-    check_ranks(answers, step)
+    python = str(without_jaxft.make(tmp_path / "without"))
+    plain = [start_readers("plain", directory, step, count, python) for count in (1, 2, 3)]
+    ranks = start_readers("rank", directory, step, 2, sys.executable)
+    for readers in plain:
+        check([finish(one) for one in readers], step)
+    answers = [finish(one) for one in ranks]
+    check(answers, step, "e4m3")
+    extras = {str(rank): {"rank": rank, "step": step} for rank in range(4)}
+    assert all(answer["extras"] == extras for answer in answers)
     (entry,) = OrbaxFallback(directory).entries()
     assert entry.step == step
     assert entry.id is not None
@@ -291,18 +325,18 @@ def test_a_snapshot_is_persisted_and_read_by_all(hosts: list[Host], tmp_path: Pa
     assert [record.generation for record in entry.lineage] == [1]
 
 
-def check_ranks(answers: list[Any], step: int) -> None:
+def check(answers: list[Any], step: int, *more: str) -> None:
+    """All shards that the processes of a world have got, and what they all have."""
     tree = state(step)
     tree["keys"] = jax.random.key_data(tree["keys"])
     rest = ("count", "host", "step")
     for answer in answers:
         want = {name: digest(tree[name]) for name in rest} | {"opt": digest(tree["opt"][0])}
         assert answer["rest"] == want
-        assert answer["extras"] == {str(r): {"rank": r, "step": step} for r in range(HOSTS)}
-    for name in ("w", "e4m3", "keys"):
+    for name in ("w", "keys", *more):
         whole = np.asarray(tree[name])
         shards = [shard for answer in answers for shard in answer["shards"][name]]
-        assert len(shards) == 4
+        assert len(shards) == 2 * len(answers)
         for index, found in shards:
             cut = eval(index, {"slice": slice})  # what numpy's own repr of slices says
             assert found == digest(whole[cut])

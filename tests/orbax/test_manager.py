@@ -199,6 +199,25 @@ def test_a_snapshot_that_failed_is_told(make: Make) -> None:
     assert restore(manager, 0) == 0
 
 
+def test_arrays_may_be_donated_after_save_and_not_before(make: Make) -> None:
+    manager = make(save_interval_steps=100)
+    step = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    arrays = {"w": jnp.zeros(1 << 18), "small": [jnp.zeros(3) for _ in range(200)]}
+    for number in range(3):
+        manager.save(number, args=ocp.args.StandardSave(arrays))
+        arrays = step(arrays)
+    manager.save(3, args=ocp.args.StandardSave(arrays))
+    for leaf in jax.tree.leaves(arrays):
+        leaf.delete()
+    manager.wait_until_finished()
+    restored = manager.restore(3)
+    assert all((leaf == 3).all() for leaf in jax.tree.leaves(restored))
+    with pytest.raises(SnapshotError, match=r"step 4: leaf .* has been deleted"):
+        manager.save(4, args=ocp.args.StandardSave(arrays))
+    manager.wait_until_finished()  # it has been said
+    assert manager.latest_step() == 3
+
+
 def test_what_memory_does_not_hold_is_the_newest_on_storage(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,6 +1,6 @@
 """A rank of any world: `python trainer.py BASE`. Every step is a collective of all ranks.
 
-Checkpoints are in BASE/checkpoints; none is due before the job is told to end.
+Checkpoints are in BASE/checkpoints; after the first one none is due before the job is told to end.
 
 It goes on until the step that the file BASE/last names, and writes what it does, one JSON object a
 line, to BASE/rank-RANK. Element i of the state after n steps is n * 1000 + i.

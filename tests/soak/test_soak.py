@@ -54,7 +54,7 @@ def test_a_soak_that_is_stopped_says_how_far_it_came_and_leaves_nothing() -> Non
         )
         assert soak.stdout is not None
         for line in soak.stdout:
-            if "soak: seed" in line:
+            if "generation 1 of a, b" in line:
                 break
         soak.send_signal(signal.SIGINT)
         said, _ = soak.communicate(timeout=LIMIT_S)

@@ -117,6 +117,11 @@ def test_a_whole_world_is_protected_as_asked_for() -> None:
     assert "job j: protected" in said
     assert "of step 70: any 1 more host" in said
     assert "step 70 (snapshot 3.7), committed 4 s ago" in said
+    # On a terminal of the usual width a host is a line.
+    narrow = text(report, 80).splitlines()
+    assert sum(line.startswith(("a ", "b ", "c ")) for line in narrow) == len(HOSTS)
+    first = next(at for at, line in enumerate(narrow) if line.startswith("host "))
+    assert not any(line.startswith("  ") for line in narrow[first:])
     assert max(map(len, said.splitlines())) <= 120
 
 
@@ -156,6 +161,20 @@ def test_a_host_that_waits_since_it_was_lost_again_and_again_is_named() -> None:
     assert report.world is not None
     assert report.world.left_out == {"d": "d was lost 3 times lately"}
     assert "left out  d was lost 3 times lately" in text(report)
+
+
+def test_where_nobody_answers_nothing_is_made_up() -> None:
+    seen = Survey(job="j", now_s=NOW_S, silent={"a": "it does not answer within 2 s"})
+    report = overview(seen)
+    assert report.health == r.UNREACHABLE
+    assert report.problems == (
+        "nobody says which world there is",
+        "no snapshot process answers: what memory holds is not known",
+        "a: it does not answer within 2 s",
+    )
+    assert "newest   not known" in text(report)
+    report = overview(msgspec.structs.replace(seen, view=View(), store="sqlite:///s"))
+    assert report.problems[0] == "no world has been formed yet"
 
 
 def test_an_agent_that_is_there_without_a_lease_is_not_said_to_live() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +22,7 @@ from jaxft.group.world import Code, encode
 from jaxft.launch import show_status as command
 from jaxft.launch.show_status import show_status
 from jaxft.launch.stores import open_store
-from jaxft.launch.survey import _ask_through
+from jaxft.launch.survey import _ask_through, look_at
 from tests.host.world import Host, World, segments, until
 
 CODE = Code(data=2, parity=1)
@@ -195,3 +197,14 @@ def test_it_goes_on_looking_until_it_is_interrupted(
     first, second, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["health"], second["health"]) == ("degraded", "degraded")
     assert "no job test is found" in last["error"]
+
+
+def test_who_looks_for_a_job_of_another_user_is_told_where_such_ones_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "jaxft-7").mkdir()
+    monkeypatch.setenv("JAXFT_RUN_DIR", str(tmp_path / "own"))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    with pytest.raises(LaunchError, match=f"others have .*{tmp_path}/jaxft-7.*: look as the user"):
+        look_at("j")

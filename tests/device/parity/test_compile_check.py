@@ -142,17 +142,29 @@ def test_checks_run_on_what_there_is(check: ModuleType, capsys: pytest.CaptureFi
     assert any(miss.startswith("cpu, xla, encode 8+4") for miss in checks.misses)
 
 
-def test_a_package_that_is_missing_is_named() -> None:
-    if importlib.util.find_spec("jax_cuda12_plugin"):
-        return
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "h200"],
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         check=False,
         env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])},
     )
+
+
+def test_it_runs_from_end_to_end_on_cpu() -> None:
+    done = run("--platform", "cpu", "--quick", "--only", "kernels")
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("cpu: 9 programs compiled and judged in ")
+    assert last.endswith("all that is required holds")
+
+
+def test_a_package_that_is_missing_is_named() -> None:
+    if importlib.util.find_spec("jax_cuda12_plugin"):
+        return
+    done = run("h200")
     assert done.returncode == 2
     assert "h200: no compiler for it here" in done.stderr
     assert "pip install --no-deps jax-cuda12-plugin" in done.stderr

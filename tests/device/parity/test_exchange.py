@@ -17,7 +17,7 @@ from hypothesis import Phase, given, settings
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxft.device import shards, twin
+from jaxft.device import cuts, shards
 from jaxft.device.calls import Call
 from jaxft.device.leaves import SUB_BYTE_BITS
 from jaxft.device.parity import combine, exchange
@@ -288,7 +288,7 @@ def test_whatever_is_saved_devices_and_hosts_make_the_same_parity(
         state.append(put(mesh, tuple(shape), *spec, dtype=dtype))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(shards, "SMALL_BYTES", 100)
-        patched.setattr(twin, "SMALL_BYTES", 100)
+        patched.setattr(cuts, "SMALL_BYTES", 100)
         patched.setattr(exchange, "BUCKET_BYTES", CHUNK)
         worker = Worker(world, state)
         by_devices, by_hosts, _ = worker.run(state)

@@ -204,6 +204,26 @@ def test_pallas_kernels_are_lowered_for_their_platforms(code: tuple[int, int], w
     assert "mosaic" not in triton
 
 
+def operations(jaxpr: Any) -> list[str]:
+    """The names of all operations in a traced function, those within others too."""
+    found = []
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        found.append(equation.primitive.name)
+        for value in equation.params.values():
+            if hasattr(getattr(value, "jaxpr", value), "eqns"):
+                found += operations(value)
+    return found
+
+
+@TRITON_GOES
+@pytest.mark.parametrize("kernel", ["pallas_tpu", "pallas_gpu"])
+def test_each_word_is_read_once_for_all_outputs(kernel: str) -> None:
+    rows, words = fragments.rows_of(encode_rows(6, 4)), [jnp.ones(4096, jnp.uint32)] * 6
+    found = operations(jax.make_jaxpr(lambda *all: fragments.KERNELS[kernel](rows, all))(*words))
+    assert sum(name in ("get", "load", "masked_load") for name in found) == 6
+    assert sum(name in ("swap", "store", "masked_swap") for name in found) == 4
+
+
 @TRITON_GOES
 def test_whole_rows_are_not_padded() -> None:
     assert "stablehlo.pad" not in lowered("pallas_tpu", 6, 2, 128 * 77, "tpu")
