@@ -102,14 +102,15 @@ def measure(sizes: Sizes, report: Report) -> list[Row]:
             for name in sizes.recoveries:
                 nbytes = sizes.state_bytes if name == "restore" else sizes.host_bytes
                 taken[name].append(_take(WAYS[name], nbytes, cache))
-            peers.append(loop_s(WAYS["rank"].ranks, sizes.host_bytes, cache))
+            peers.append(loop_s(WAYS["rank"].ranks, sizes.host_bytes * WAYS["rank"].ranks, cache))
             report(number + 1, rounds, "recovery")
     peer_s = median(peers)
     return [one for name, found in taken.items() for one in _rows(name, found, peer_s)]
 
 
 def _take(way: Way, nbytes: int, cache: Path) -> Taken:
-    with struck(way.hosts, way.options, nbytes, way.script, cache) as world:
+    """Begins a world with so many bytes a rank, strikes it, and ends it when it trains again."""
+    with struck(way.hosts, way.options, nbytes * way.ranks, way.script, cache) as world:
         trail = world.trail
         trail.until_steps(way.ranks, 1)
         started_s = max(float(one["t"]) for one in trail.all("rank_started", generation=1))
@@ -118,7 +119,7 @@ def _take(way: Way, nbytes: int, cache: Path) -> Taken:
         trail.wait("committed", SNAPSHOTS)
         smp = _lose_smp(world, way.ranks) if way is WAYS["rank"] else None
         if way.is_warm:
-            world.until_warm(way.ranks)
+            world.until_warm(way.hosts)
         # The last rank, and not the host whose agent has written the generation down.
         host = str(trail.all("generation_formed")[-1]["hosts"][-1])
         struck_s = world.kill(host, *way.strikes)

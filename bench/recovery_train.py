@@ -1,6 +1,6 @@
 """The training script whose recovery is measured: `python bench/recovery_train.py BYTES WAY`.
 
-An ordinary script, of BYTES of state a host. WAY is who keeps its state:
+An ordinary script with BYTES of state, which all ranks share. WAY is who keeps its state:
 
     jaxft     `jaxft.Snapshotter`, under `jaxft run`
     wrapped   the same, by a step that `jaxft.wrap` has made
@@ -24,7 +24,8 @@ from jaxft.status.events import EventLog
 
 LAYERS = 12
 WIDTH = 256
-BATCH = 64
+BATCH = 60
+ROWS = 60  # of each of the leaves that are spread: worlds of up to six ranks divide it
 EVERY = 5
 KEPT = 1
 
@@ -49,7 +50,7 @@ import numpy as np  # noqa: E402
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import jaxft  # noqa: E402
-from bench.states import LEAF_BYTES, ready, set_devices  # noqa: E402
+from bench.states import ready, set_devices  # noqa: E402
 
 
 def meet(way: str) -> None:
@@ -75,21 +76,20 @@ def build(mesh: Mesh, nbytes: int) -> State:
 
     layers = {f"layer{number}": leaf() for number in range(LAYERS)}
     moments = {f"{name}.{moment}": leaf() for name in layers for moment in ("mu", "nu")}
-    rest = spread(mesh, nbytes * jax.process_count())
+    rest = spread(mesh, nbytes)
     return ready({"layers": layers, "moments": moments, "rest": rest})
 
 
 def spread(mesh: Mesh, nbytes: int) -> list[jax.Array]:
     """Leaves of a few MiB over all devices, made as fast as memory can be copied."""
-    rows = max(1, LEAF_BYTES // (4 * WIDTH * WIDTH)) * mesh.size
-    count = max(1, nbytes // (4 * rows * WIDTH * WIDTH))
+    count = max(1, nbytes // (4 * ROWS * WIDTH * WIDTH))
     tile = np.random.default_rng(0).standard_normal((WIDTH, WIDTH), np.float32)
     place = NamedSharding(mesh, PartitionSpec("data"))  # type: ignore[no-untyped-call]
 
     def piece(index: Any) -> np.ndarray[Any, Any]:
-        return np.repeat(tile[None], len(range(*index[0].indices(rows))), axis=0)
+        return np.repeat(tile[None], len(range(*index[0].indices(ROWS))), axis=0)
 
-    return [jax.make_array_from_callback((rows, WIDTH, WIDTH), place, piece) for _ in range(count)]
+    return [jax.make_array_from_callback((ROWS, WIDTH, WIDTH), place, piece) for _ in range(count)]
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -162,7 +162,7 @@ def main(nbytes: int, way: str) -> None:
         kept_by_orbax(state) if way == "orbax" else kept_by_jaxft(state, wraps=way == "wrapped")
     )
     place = NamedSharding(mesh, PartitionSpec("data"))  # type: ignore[no-untyped-call]
-    ones = np.ones((BATCH * jax.process_count(), WIDTH), np.float32)
+    ones = np.ones((BATCH, WIDTH), np.float32)
     batch = jax.make_array_from_callback(ones.shape, place, lambda index: ones[index])
     with keeper as (step, state, take, save):
         come_to("restored", step=step)

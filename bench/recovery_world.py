@@ -92,7 +92,7 @@ class Struck:
     Args:
         hosts: how many agents.
         options: more of `jaxft run`.
-        nbytes: of the state, a host.
+        nbytes: of the state.
         way: of the script.
         cache: JAX's directory of compiled programs.
     """
@@ -128,9 +128,9 @@ class Struck:
                 os.kill(pid, number)
         return at_s
 
-    def until_warm(self, ranks: int) -> None:
-        """Processes wait to follow all ranks."""
-        for one in self.trail.wait("warm_started", ranks):
+    def until_warm(self, hosts: int) -> None:
+        """Processes wait on all hosts."""
+        for one in self.trail.wait("warm_started", hosts):
             for pid in one["pids"]:
                 until(functools.partial(_waits, pid), "a process that waits", WAIT_S)
 

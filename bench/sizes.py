@@ -9,7 +9,7 @@ GIB = 1 << 30
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """The defaults are what two cores and 24 GiB can hold, in about twenty minutes.
+    """The defaults are what two cores and 24 GiB can hold, in half an hour or so.
 
     Attributes:
         state_bytes: the state of one host with four devices.

@@ -33,7 +33,8 @@ import numpy as np
 from jaxft.device import calls
 from jaxft.device.agreement import Agreement
 from jaxft.device.calls import Call
-from jaxft.device.executables import Executables, key_of
+from jaxft.device.executables import Executables, found, key_of
+from jaxft.device.kept_step import bring_back
 from jaxft.device.memory import missing_bytes
 from jaxft.device.shards import SMALL_BYTES, Plan
 from jaxft.device.transfer import StagedLeaves
@@ -405,7 +406,12 @@ class _Twins:
     def watch(self, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the jitted function itself, and remembers what its outputs look like."""
         signature = _signature(Call(fn, args, kwargs))
+        keep = None
+        if signature not in self._seen:
+            keep = bring_back(self._executables, fn, args, kwargs)
         outputs = fn(*args, **kwargs)
+        if keep is not None:
+            keep()
         if signature in self._seen:
             self.is_watching = False
         elif signature is not None:
@@ -476,6 +482,7 @@ class _Twins:
             lowered, reason = None, _brief(error)
         is_kept = self._agreement.all_say("kept", identity.seq, twin is not None, BUILD_S)
         if lowered is not None and not is_kept:
+            before = found()
             try:
                 with long_phase("compiling the step's second version"):
                     compiled = lowered.compile()
@@ -483,7 +490,7 @@ class _Twins:
             except Exception as error:  # noqa: BLE001 - as above, or there is no memory for it
                 twin, reason = None, _brief(error)
             else:
-                self._executables.keep(key, compiled)
+                self._executables.keep(key, compiled, before)
         if twin is not None and (missing := missing_bytes(twin.compiled, twin.devices)):
             twin, reason = None, f"it wants {missing} bytes more of device memory than are free"
         if not self._agreement.all_say("built", identity.seq, twin is not None, BUILD_S):

@@ -43,7 +43,9 @@ class Host:
         self._reader = EventReader(self.base / "events")
 
     def start(self, *options: str, ranks: Sequence[str] = (), **env: str) -> None:
-        """Its `jaxft run`, with these options; `ranks` is the ranks' command, else `trainer.py`."""
+        """Its `jaxft run`, with these options; `ranks` is the ranks' command, else `trainer.py`.
+        One that was there before has to be dead."""
+        self.reap()
         command = [*self._world.network.enter(self.name), sys.executable, "-m", "jaxft", "run"]
         command += ["--job", "j", "--host", self.name, "--store", self._world.url, *options]
         command += ["--"]

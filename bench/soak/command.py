@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -76,23 +76,24 @@ def main(
     log = Log(base / "soak.log")
     log.say(f"soak: seed {seed}, {minutes:g} minutes, hosts {hosts}, code {code}; logs in {base}")
     status, why, soak = _run(orders, base, log)
-    outcomes, figures = (soak.outcomes, soak.figures) if soak else ([], {})
+    log.close()
+    rows = summary(soak.struck, soak.outcomes) if soak else {}
+    figures = soak.figures if soak else {}
     report = {
         "seed": seed,
         "minutes": minutes,
         "hosts": hosts,
         "code": code,
         "status": status,
-        "violation": why,
-        "outcomes": outcomes,
-        "kinds": summary(outcomes),
+        "wrong": why,
+        "episodes": soak.outcomes if soak else [],
+        "kinds": rows,
         **figures,
     }
     (base / "soak.json").write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     if json is not None:
         shutil.copyfile(base / "soak.json", json)
-    log.close()
-    _show(summary(outcomes), figures)
+    _show(rows, figures)
     if status in (EXIT_VIOLATED, EXIT_BROKEN) or keep:
         print(f"seed {seed}; the logs of all hosts are in {base}", flush=True)
     else:
@@ -150,34 +151,42 @@ def _heed(handler: Callable[[int, FrameType | None], Any] | signal.Handlers) -> 
         signal.signal(number, handler)
 
 
-def summary(outcomes: list[Outcome]) -> dict[str, dict[str, Any]]:
+def summary(struck: Mapping[str, int], outcomes: list[Outcome]) -> dict[str, dict[str, Any]]:
     """By kind of failure; what recovery from an episode took counts for all its failures."""
     found: dict[str, dict[str, Any]] = {}
-    for kind in KINDS:
+    for kind in (kind for kind in KINDS if struck.get(kind)):
         mine = [one for one in outcomes if kind in one.kinds]
-        if mine:
-            stood_s = [one.stood_s for one in mine]
-            found[kind] = {
-                "count": sum(one.kinds.count(kind) for one in mine),
-                "recovered": sum(one.kinds.count(kind) for one in mine),
-                "stood_s_median": round(median(stood_s), 2),
-                "stood_s_max": max(stood_s),
-                "protected_s_max": max(one.protected_s for one in mine),
-                "steps_again_max": max(one.steps_again for one in mine),
-            }
+        stood_s = [one.stood_s for one in mine] or [0.0]
+        found[kind] = {
+            "count": struck[kind],
+            "recovered": sum(one.kinds.count(kind) for one in mine),
+            "stood_s_median": round(median(stood_s), 2),
+            "stood_s_max": max(stood_s),
+            "protected_s_max": max((one.protected_s for one in mine), default=0.0),
+            "steps_again_max": max((one.steps_again for one in mine), default=0),
+        }
     return found
 
 
-def _show(kinds: dict[str, dict[str, Any]], figures: dict[str, Any]) -> None:
+def _show(rows: dict[str, dict[str, Any]], figures: dict[str, Any]) -> None:
     table = Table(box=None, header_style="bold")
     heads = ("count", "recovered", "stood still, s", "at most", "protected, at most", "steps again")
     table.add_column("failure", no_wrap=True)
     for head in heads:
         table.add_column(head, justify="right")
-    for kind, row in kinds.items():
+    for kind, row in rows.items():
         table.add_row(kind, *(f"{value:g}" for value in row.values()))
     out = Console()
     if not out.is_terminal:
         out.width = TABLE_WIDTH
     out.print(table)
-    out.print(f"{figures}", highlight=False)
+    if figures:
+        count, generations = figures["lines_checked"], figures["generations"]
+        out.print(f"{count} lines of ranks checked, {generations} generations", highlight=False)
+        for role, seen in figures["growth"].items():
+            fds, own = seen["fds"], seen["own_mib"]
+            out.print(
+                f"an {role} through {len(fds)} calms: {fds[0]} to {fds[-1]} descriptors, at most "
+                f"{max(fds)}; {own[0]} to {own[-1]} MiB, at most {max(own)}",
+                highlight=False,
+            )

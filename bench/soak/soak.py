@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,7 @@ class Soak:
         self._blows: list[Blow] = []
         self._marked: dict[int, int] = {}
         self._stood_s, self._step_s = 0.0, 0.0
+        self.struck: Counter[str] = Counter()
         self.outcomes: list[Outcome] = []
 
     @property
@@ -216,6 +218,7 @@ class Soak:
             self._judge.pardon(self._record.newest.number, max(0, self._record.persisted))
         blow = self._hands.strike(strike, struck)
         self._blows.append(blow)
+        self.struck[strike.kind] += 1
         self._say(f"#{episode.number} {strike.kind}: {blow.text}")
 
     def _mark(self) -> None:

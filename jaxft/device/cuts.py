@@ -4,6 +4,9 @@ The rules:
 - The program is the same on all processes: it has nothing of one process in it. Which rows a device
   owns of a leaf that others hold too is told it by an argument, a table with a row on each device.
 - A shard of at most SMALL_BYTES is given by every device that holds it, and its owner's is used.
+- A whole shard is given as it is. (A TPU makes integers of floats in device memory, as much as the
+  shard has, and copies a shard to its host from where it lies.) What is cut of one, and elements
+  that are not numbers of whole bytes, are given as unsigned integers (see `bits`).
 - What is given looks like no leaf that the step donates. XLA takes the memory of such a leaf for an
   output that looks the same, also for one that is to be in the host's.
 """
@@ -26,7 +29,7 @@ from jaxft.device.boxes import count
 from jaxft.device.calls import Call, Traced
 from jaxft.device.lanes import Lanes
 from jaxft.device.layout import Owned
-from jaxft.device.leaves import element
+from jaxft.device.leaves import SUB_BYTE_BITS, element
 from jaxft.device.memory import is_usual
 from jaxft.device.pieces import Places, way_to_pieces
 from jaxft.device.shards import SMALL_BYTES, Plan, device_boxes
@@ -186,7 +189,7 @@ def looks_of(call: Call, donated: Sequence[int]) -> Looks:
     found: Looks = set()
     for place in donated:
         leaf = call.leaves[place]
-        if isinstance(leaf, ARRAY) and jnp.issubdtype(leaf.dtype, jnp.unsignedinteger):
+        if isinstance(leaf, ARRAY) and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             found |= {(leaf.shape, leaf.dtype)}
             found |= {(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)}
     return found
@@ -197,7 +200,8 @@ def apart(cut: Cut, leaf: Any, taken: Looks) -> Cut:
     if not taken:
         return cut
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    bits = jax.eval_shape(lambda all: bits_of(jax.random.key_data(all) if is_key else all), leaf)
+    given = bits_of if cut.rows else _whole
+    bits = jax.eval_shape(lambda all: given(jax.random.key_data(all) if is_key else all), leaf)
     shapes = [bits.shape, (*cut.sharding.shard_shape(leaf.shape), *bits.shape[leaf.ndim :])]
     if cut.rows:
         of_all = cut.rows * len(cut.sharding.device_set)
@@ -223,8 +227,8 @@ def hold(cuts: tuple[Cut, ...], values: dict[int, Any], told: Sequence[Any]) -> 
     for cut in cuts:
         value, sharding = values[cut.leaf], cut.sharding
         if isinstance(sharding, SingleDeviceSharding):
-            bits = deeper(bits_of(value), cut.lead)
-            held.append(jax.device_put(bits, jax.memory.Space.Host))
+            whole = deeper(_whole(value), cut.lead)
+            held.append(jax.device_put(whole, jax.memory.Space.Host))
         elif cut.rows:
             mesh: Any = sharding.mesh
             each = jax.shard_map(
@@ -236,8 +240,17 @@ def hold(cuts: tuple[Cut, ...], values: dict[int, Any], told: Sequence[Any]) -> 
             )
             held.append(deeper(each(value, by_mesh[mesh]), cut.lead))
         else:
-            held.append(deeper(bits_of(value), cut.lead))
+            held.append(deeper(_whole(value), cut.lead))
     return held
+
+
+def _whole(shard: jax.Array) -> jax.Array:
+    """A whole shard as it is given."""
+    dtype = shard.dtype
+    is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+    if dtype == jnp.bool_ or dtype.name in SUB_BYTE_BITS or is_complex:
+        return bits_of(shard)
+    return shard
 
 
 def _cut(shard: jax.Array, starts: jax.Array, *, rows: int, column: int) -> jax.Array:

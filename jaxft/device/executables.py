@@ -7,6 +7,8 @@ The rules:
 - Loading one runs what it says (JAX unpickles it). So only files are read that nobody but this user
   can have written: a private directory (0700) and file (0600), both this user's, no links.
 - A file that is not what it should be is passed over with a line in the log, and written anew.
+- A program that came out of JAX's own cache is not kept: written down once more it lacks functions,
+  on CPU devices, which is not seen before it runs. Whoever keeps one says how `found` stood before.
 
 Layout of a file: MAGIC, the sha256 of the rest (32 bytes), the payload of
 `jax.experimental.serialize_executable.serialize`.
@@ -36,6 +38,21 @@ _log = logging.getLogger(__name__)
 
 MAGIC = b"jaxft-executable-1\n"
 _HEADER_BYTES = len(MAGIC) + 32
+_FOUND = "/jax/compilation_cache/cache_hits"
+_found: list[str] = []
+
+
+def _note(event: str, **facts: Any) -> None:
+    if event == _FOUND:
+        _found.append(event)
+
+
+jax.monitoring.register_event_listener(_note)
+
+
+def found() -> int:
+    """How many programs this process has found in JAX's own cache so far."""
+    return len(_found)
 
 
 def key_of(text: str, devices: Sequence[Device]) -> str:
@@ -104,8 +121,16 @@ class Executables:
             return None
         return compiled
 
-    def keep(self, key: str, compiled: jax.stages.Compiled) -> None:
-        """Keeps a program; one that cannot be kept is compiled again after a restart."""
+    def keep(self, key: str, compiled: jax.stages.Compiled, before: int | None = None) -> None:
+        """Keeps a program; one that cannot be kept is compiled again after a restart.
+
+        Args:
+            key: see `key_of`.
+            compiled: the program.
+            before: what `found` gave before it was compiled; None: it surely was.
+        """
+        if before is not None and found() != before:
+            return
         path = self._path(key)
         try:
             payload, _, _ = serialize_executable.serialize(compiled)

@@ -12,7 +12,7 @@ The rules:
   program, with the shardings that it asks for. (As a function that is called it would not do: its
   results are the same then only up to rounding.) What is taken of a leaf is taken behind an
   `optimization_barrier` of its own, so that the step's fusions stay what they are.
-- Bytes are taken as unsigned integers (see `bits`). What is given of which leaf, `cuts` says.
+- What is given of which leaf, and as what, `cuts` says.
 - The step's outputs lie where they lay when the step itself ran, or there is no twin; and they are
   committed to their devices if, and only if, they were then: else the step would be compiled again
   after it.

@@ -23,6 +23,7 @@ FAILURES = frozenset(
 LOSSES = frozenset({"host_lost", "memory_lost", "agent_restarted", "told_to_end"})
 
 ERROR_CHARS_MAX = 300
+SHORT_CHARS_MAX = 100
 
 _FRAME = re.compile(r"\s+\S|\s*\^+\s*$")
 _ERROR = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Z_a-z]\w*(?::\s|$)")
@@ -32,6 +33,7 @@ _OF_OTHERS = re.compile(
     r"connection (closed|reset|refused)|barrier timed out|socket closed",
     re.IGNORECASE,
 )
+_GREETING = re.compile(r"\[Gloo\] Rank \d+ is connected")
 
 
 def error_in(text: str) -> str:
@@ -48,6 +50,11 @@ def error_in(text: str) -> str:
     return (found or last).strip()[:ERROR_CHARS_MAX]
 
 
+def in_short(detail: str) -> str:
+    """The beginning of what was said of a fault."""
+    return detail if len(detail) <= SHORT_CHARS_MAX else f"{detail[: SHORT_CHARS_MAX - 3]}..."
+
+
 def ended(code: int) -> str:
     """How a process ended, in words; `code` is negative for a signal."""
     if code >= 0:
@@ -59,9 +66,15 @@ def ended(code: int) -> str:
 
 
 def is_consequence(fault: Fault) -> bool:
-    """Does this failure look as if another rank's, or host's, had come before it?"""
-    by_itself = fault.kind == "rank_exited" or fault.code == -signal.SIGABRT
-    return by_itself and _OF_OTHERS.search(f"{fault.error}\n{fault.tail}") is not None
+    """Does this failure look as if another rank's, or host's, had come before it?
+
+    An exception says so itself. What aborts says it somewhere in its last lines.
+    """
+    if fault.kind == "rank_exited":
+        said = fault.error
+    else:
+        said = fault.tail if fault.code == -signal.SIGABRT else ""
+    return any(_OF_OTHERS.search(line) for line in said.splitlines() if not _GREETING.match(line))
 
 
 def outranks(found: Fault, known: Fault) -> bool:

@@ -35,7 +35,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from jaxft.group.causes import ended, error_in, is_consequence, outranks
+from jaxft.group.causes import ended, error_in, in_short, is_consequence, outranks
 from jaxft.group.ending import ending, in_words, is_told, wanted_export
 from jaxft.group.flapping import BackedOff, Flapping, needed
 from jaxft.group.formation import natural, next_generation, of_one_run
@@ -262,7 +262,7 @@ class Observer:
         if found is not None and (known is None or outranks(found, known)):
             revision = view.revisions.get(f"{FAULT}{found.generation}")
             if known is not None:
-                detail = f"{found.detail} (first seen as: {known.detail})"
+                detail = f"{found.detail} (first seen as: {in_short(known.detail)})"
                 found = msgspec.structs.replace(found, detail=detail)
             return DeclareFault(found, revision, found.detail)
         if known is None:

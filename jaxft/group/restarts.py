@@ -136,6 +136,8 @@ def _in_vain(view: View, vain: Sequence[Fault], lost: bool, policy: RestartPolic
         return (
             "twice in a row before anything was restored: the script fails whenever it is started"
         )
+    # A network that is away is no fault of a step, and comes back: only `max_restarts` ends that.
+    vain = [one for one in vain if one.kind != "unreachable"]
     if len(vain) < policy.same_step_max:
         return ""
     steps = [view.progress[one.generation].step for one in vain if one.generation in view.progress]

@@ -199,14 +199,13 @@ class Root:
         self._faulted = True
         return [e.DeclareFault(host, reason, kind)]
 
-    def _unreachable(self, silent: dict[str, float], now_s: float) -> list[e.Effect]:
-        """These hosts are silent; where all are, this one is more likely to be cut off."""
+    def _unreachable(self, silent: dict[str, float]) -> list[e.Effect]:
+        """These hosts are silent; where all others are, this one is more likely to be cut off."""
         own, *others = (member.host for member in self.generation.hosts)
-        ages = [now_s - self.heard_s.get(host, self._started_s) for host in others]
-        if len(ages) > 1 and min(ages) > self.timing.silence_s / 2:
-            reason = f"its SMP, the root, has heard none of the others for {min(ages):.1f} s"
-            return self._fault(own, reason, "unreachable")
         host, silence_s = next(iter(silent.items()))
+        if len(others) > 1 and all(other in silent for other in others):
+            reason = f"its SMP, the root, has heard none of the others for {silence_s:.1f} s"
+            return self._fault(own, reason, "unreachable")
         return self._fault(host, f"its SMP has not answered for {silence_s:.1f} s", "unreachable")
 
     # -------------------------------------------------------------------- recovering
@@ -214,7 +213,7 @@ class Root:
     def _recover(self, now_s: float) -> list[e.Effect]:
         silent = self._silent(self.generation.hosts, now_s)
         if silent:
-            return self._unreachable(silent, now_s)
+            return self._unreachable(silent)
         plan = self.directive.plan
         if plan is None:
             return self._plan(now_s)

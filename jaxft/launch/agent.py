@@ -766,7 +766,7 @@ class Agent:
 
 def _what_follows(fault: Fault) -> str:
     """Which errors that ranks have printed are not the cause, in words."""
-    if fault.kind in LOSSES:
+    if fault.kind in LOSSES and fault.kind != "told_to_end":
         return " (errors that other ranks have printed since then come of that)"
     if is_consequence(fault):
         return " (that looks as if another rank, or host, had gone before it, which is looked for)"

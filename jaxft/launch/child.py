@@ -69,7 +69,8 @@ class Child:
     def begin(self, log: Path) -> None:
         """What it was started for begins now, with this name for its log."""
         assert self.log is not None
-        self.log.replace(log)
+        with contextlib.suppress(FileNotFoundError):  # somebody has taken it away
+            self.log.replace(log)
         self.log = log
         self.started_s = time.monotonic()
 

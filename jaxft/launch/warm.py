@@ -136,17 +136,15 @@ class WarmRanks:
         it, as JSON."""
         assert self._script is not None
         assert not self._waiting
-        for number, (environ, surroundings) in enumerate(ranks):
-            log = self._logs / f"waits{number}.log"
-            log.unlink(missing_ok=True)
-            reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-            try:
-                os.set_blocking(reading, True)
-                child = Child(self._script.waiting(), env=environ, log=log, stdin=reading)
-            finally:
-                os.close(reading)
-            self._waiting.append(_Waiting(child, writing, environ))
-            _write(writing, {"surroundings": json.loads(surroundings)})
+        try:
+            for number, (environ, surroundings) in enumerate(ranks):
+                log = self._logs / f"waits{number}.log"
+                log.unlink(missing_ok=True)
+                one = _start(self._script, environ, log)
+                self._waiting.append(one)
+                _write(one.pipe, {"surroundings": json.loads(surroundings)})
+        except OSError as error:
+            self._give_up(str(error))  # the job does as well without
 
     def poll(self) -> None:
         """Notes who has ended; if one did so by itself, there are no more of them."""
@@ -157,10 +155,13 @@ class WarmRanks:
             assert one.child.log is not None
             self._waiting.remove(one)
             os.close(one.pipe)
-            if code > 0 and self._script is not None:
-                self._script = None
-                words = last_lines(one.child.log, lines=1)
-                self._say(f"no process waits to follow a rank that is lost: {words}")
+            if code > 0:
+                self._give_up(last_lines(one.child.log, lines=1))
+
+    def _give_up(self, why: str) -> None:
+        if self._script is not None:
+            self._script = None
+            self._say(f"no process waits to follow a rank that is lost: {why}")
 
     def take(self, environ: Mapping[str, str], log: Path) -> Child | None:
         """One of them, which becomes a rank with this environment and this log; None if there is
@@ -187,6 +188,20 @@ class WarmRanks:
         for one in waiting:
             assert one.child.log is not None
             one.child.log.unlink(missing_ok=True)
+
+
+def _start(script: Script, environ: Mapping[str, str], log: Path) -> _Waiting:
+    """Starts one. Raises OSError."""
+    reading, writing = os.pipe2(os.O_CLOEXEC)
+    try:
+        os.set_blocking(writing, False)
+        child = Child(script.waiting(), env=environ, log=log, stdin=reading)
+    except OSError:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+    return _Waiting(child, writing, environ)
 
 
 def _others(environ: Mapping[str, str]) -> dict[str, str]:

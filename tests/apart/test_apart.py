@@ -27,7 +27,7 @@ def keeps_to_its_address(world: World, host: Host) -> None:
         assert b"--job-key" not in (process / "cmdline").read_bytes()
 
 
-def test_a_host_is_lost_and_another_is_cut_off_and_returns(base: Path) -> None:
+def test_a_host_is_lost_and_another_is_cut_off_and_comes_back_case_31(base: Path) -> None:
     with apart(base, "a", "b", "c") as world:
         a, b, c = world.hosts.values()
         a.start(*OPTIONS)

@@ -65,7 +65,7 @@ def test_a_world_shrinks_and_grows_and_trains_what_it_would_have(base: Path) -> 
         ]
         four = ["a", "b", "c", "d"]
         assert sorted(formed) == [(1, four), (2, four[:3]), (3, four)]
-        # What was protected before the world grew is what it goes on from.
+        # The newest that was protected before the world grew is what it goes on from.
         step = committed(2)
         assert a.events("settled", generation=3)[0]["step"] == step
         in_order(
@@ -75,7 +75,6 @@ def test_a_world_shrinks_and_grows_and_trains_what_it_would_have(base: Path) -> 
             "goes on from step",
             "d can join generation 2",
             "generation 3 (a, b, c, d; code 3+1): d is there, so the world grows from 3 to 4 hosts",
-            f"after the snapshot of step {step}",
             f"goes on from step {step}",
             f"going on from step {step}, on 4 devices",
             f"step {STEPS}: loss",

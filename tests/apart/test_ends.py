@@ -52,7 +52,8 @@ def test_sigterm_while_it_compiles_evaluates_and_trains_case_38(world: World) ->
         assert exported["step"] == protected
     assert [world[name].events("exported")[0]["step"] for name in "ab"] == [5, 5]
     [last] = world["c"].events("last_snapshot")
-    assert (last["result"], last["step"]) == ("protected", protected)
+    assert last["result"] == "protected"
+    assert 5 < last["step"] <= protected  # of c: steps go on until its rank is told to end
 
 
 def test_a_crash_at_the_same_step_and_slots_that_do_not_fit_case_37_41(world: World) -> None:

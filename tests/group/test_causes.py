@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxft.group.causes import ended, error_in, is_consequence, outranks
+from jaxft.group.causes import ended, error_in, in_short, is_consequence, outranks
 from jaxft.group.records import Fault
 
 GLOO = """Traceback (most recent call last):
@@ -57,17 +57,30 @@ def test_how_a_process_ended_is_said_in_words() -> None:
     assert ended(-200) == "signal 200"
 
 
+GREETING = (
+    "[Gloo] Rank 1 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
+)
+
+
 def fault(kind: str = "rank_exited", error: str = "", code: int = 1, tail: str = "") -> Fault:
     return Fault(generation=1, host="h", kind=kind, detail="", error=error, code=code, tail=tail)
 
 
+def test_what_was_seen_first_is_told_in_short() -> None:
+    assert in_short("rank 1 failed") == "rank 1 failed"
+    assert in_short("x" * 200) == "x" * 97 + "..."
+
+
 def test_survivors_are_told_from_who_failed_first() -> None:
-    lost, own = fault("host_lost", code=0), fault(error="ValueError: no")
+    lost = fault("host_lost", code=0)
+    own = fault(error="ValueError: no", tail=f"{GREETING}\nValueError: no")
     survivor = fault(error=GLOO.splitlines()[-1])
     aborted = fault(
         "rank_killed", code=-6, tail="coordination_service_agent.cc:597 Polled an error"
     )
     killed = fault("rank_killed", code=-9, tail="gloo is fine")
+    assert not is_consequence(fault("rank_killed", code=-6, tail=f"{GREETING}\nout of memory"))
+    assert not is_consequence(fault(error=GREETING))
     assert [is_consequence(one) for one in (survivor, aborted, own, killed)] == [
         *(True, True),
         *(False, False),

@@ -158,3 +158,26 @@ def test_the_end_says_who_failed_at_the_same_step_and_what_came_first(
             board.form()
     assert isinstance(decided, m.Finish)
     assert f"3 failures in a row brought no snapshot newer than step 25{words}" in decided.reason
+
+
+def test_a_network_that_is_away_while_the_job_restores_is_waited_for() -> None:
+    policy = RestartPolicy(max_restarts=6, flap_s=0.0)
+    rules = msgspec.structs.replace(RULES, restarts=policy)
+    board = started()
+    board.fault("rank_exited")  # it had protected something, so that is no failure in vain
+    decision: m.Decision = m.Wait("")
+    for at_s in range(1, 7):
+        board.acknowledge(*NAMES)
+        decision = settle(m.Observer(rules), board, me(), float(at_s))
+        assert isinstance(decision, m.Form), decision
+        board.put("generation", decision.generation)
+        number = decision.generation.number
+        report = ("host2", "its SMP has not answered for 5.0 s", "unreachable")
+        declared = settle(m.Observer(rules), board, inside(number, report=report))
+        assert isinstance(declared, m.DeclareFault), declared
+        board.put(f"{FAULT}{number}", msgspec.structs.replace(declared.fault, at_s=float(at_s)))
+    board.acknowledge(*NAMES)
+    decision = settle(m.Observer(rules), board, me(), 7.0)
+    assert isinstance(decision, m.Finish)
+    assert decision.end.kind == "world"
+    assert "as often as --max-restarts 6 allows" in decision.reason

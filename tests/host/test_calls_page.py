@@ -35,7 +35,7 @@ page.end()
 @pytest.mark.parametrize("handler", ["none", "own"])
 def test_an_agent_sees_what_a_rank_says_and_where_it_is(handler: str, tmp_path: Path) -> None:
     page = CallsPage.create()
-    assert page.read() == Reading(0)
+    assert page.read() == Reading(0, arrived=False)
     errors = tmp_path / "errors"
     with errors.open("wb") as log:
         rank = subprocess.Popen(
@@ -63,6 +63,7 @@ def test_an_agent_sees_what_a_rank_says_and_where_it_is(handler: str, tmp_path: 
 
 def test_phases_within_each_other() -> None:
     page = CallsPage()
+    page.arrive(1, 1, 0)
     outer = page.enter_phase("outer", 100.0)
     until_s = page.read().until_s
     inner = page.enter_phase("inner", 1.0)
@@ -71,6 +72,14 @@ def test_phases_within_each_other() -> None:
     assert page.read() == Reading(0, until_s, "outer")
     page.leave_phase(outer)
     assert page.read() == Reading(0)
+
+
+def test_what_jax_goes_by_is_told_if_there_is_room() -> None:
+    page = CallsPage()
+    page.tell_surroundings("x" * SIZE_BYTES)
+    assert page.surroundings == ""
+    page.tell_surroundings('{"JAX_PLATFORMS": "ü"}')
+    assert page.surroundings == '{"JAX_PLATFORMS": "ü"}'
 
 
 def test_a_phase_takes_some_time() -> None:

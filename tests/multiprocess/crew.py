@@ -40,6 +40,7 @@ def main() -> None:
         path = Path(base) / "last"
         return int(path.read_text()) if path.exists() else 1 << 60
 
+    jaxft.initialize()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(coordinator, int(ranks), int(rank))
     sharding = NamedSharding(jaxft.make_mesh({"data": -1}), P("data"))

@@ -22,7 +22,7 @@ from tests.launch.conftest import free_ports
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("crew.py"))
 HOSTS = ("n1", "n1", "n2")
-WAIT_S = 60.0
+WAIT_S = 150.0
 
 
 class Crew:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 import jaxft
 import jaxft.orbax as ocp
 from jaxft.errors import ConfigError, NothingRecoverable, SnapshotError
+from jaxft.host import protocol as p
 from jaxft.orbax.storage import JOB, job_of
 from jaxft.restorer import Restored
 from tests.multiprocess.lone import WAIT_S, Lone
@@ -197,6 +199,33 @@ def test_a_snapshot_that_failed_is_told(make: Make) -> None:
     manager.check_for_errors()  # it has been said
     assert manager.latest_step() == 0
     assert restore(manager, 0) == 0
+
+
+def test_the_agent_knows_what_storage_lacks(make: Make, lone: Lone, tmp_path: Path) -> None:
+    """So before a job ends it writes what is in memory only, and nothing else."""
+
+    def announced(kind: str) -> list[Any]:
+        heard = [one for one in list(lone.host.heard) if isinstance(one, p.Announced)]
+        told = [one.detail for one in heard if one.kind == kind]
+        return [detail for detail in told if detail["generation"] == lone.generation]
+
+    def until_stored(*steps: int) -> None:
+        deadline_s = time.monotonic() + WAIT_S
+        while (found := [one["step"] for one in announced("persisted")]) != list(steps):
+            assert time.monotonic() < deadline_s, found
+            time.sleep(0.01)
+
+    manager = make(save_interval_steps=2)
+    for step in range(4):
+        save(manager, step)
+    settled = announced("settled")[-1]
+    assert (settled["directory"], settled["keep"]) == (str(tmp_path / "run"), 0)
+    until_stored(0)  # Orbax has begun to write the next
+    manager.wait_until_finished()
+    until_stored(0, 2)
+    assert restore(manager, 0) == 0
+    save(manager, 1)
+    until_stored(0, 2, 0)
 
 
 def test_arrays_may_be_donated_after_save_and_not_before(make: Make) -> None:

@@ -32,8 +32,8 @@ def test_a_short_soak_ends_well_and_leaves_nothing(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         assert not list(Path(place).iterdir())
     report = json.loads((tmp_path / "soak.json").read_text())
-    assert (report["seed"], report["violation"], report["status"]) == (1, "", 0)
-    assert report["outcomes"]
+    assert (report["seed"], report["wrong"], report["status"]) == (1, "", 0)
+    assert report["episodes"]
     assert all(row["count"] == row["recovered"] for row in report["kinds"].values())
     assert report["lines_checked"] > 100
     for kind in report["kinds"]:
