@@ -71,7 +71,7 @@ class Record:
         self._pids: dict[tuple[str, str], int] = {}
         self._ports: dict[str, tuple[int, ...]] = {}
         self.formed: dict[int, Formed] = {}
-        self.faults = 0
+        self.faulty: list[int] = []
         self.persisted = -1
         self.ended = ""
 
@@ -113,7 +113,7 @@ class Record:
                 places = str(event["address"]).split(",")
                 self._ports[host] = tuple(int(place.rpartition(":")[2]) for place in places)
             case "fault" if event["kind"] not in PEACEFUL:
-                self.faults += 1
+                self.faulty.append(int(event["generation"]))
             case "persisted" | "exported":
                 self.persisted = max(self.persisted, int(event["step"]))
             case "job_finished":

@@ -170,7 +170,7 @@ class Soak:
         if "too many lost" in (strike.kind for strike in episode.strikes):
             self._until(self._is_stored, "a checkpoint on storage", STORED_S)
         before, began_s = self._record.newest.number, time.monotonic()
-        faults = self._record.faults
+        trains = self._trains()
         newest = self._judge.generations[self._judge.newest].step
         self._stood_s, self._step_s = 0.0, began_s
         self._blows = []
@@ -207,7 +207,8 @@ class Soak:
             f"{outcome.protected_s:g} s after all was right, {outcome.steps_again} steps again; "
             f"{self._names()}"
         )
-        stopped = self._record.faults > faults
+        # What was not training yet, as it was growing just then, has to have all its SMPs.
+        stopped = trains and before in self._record.faulty
         if stopped and len(self._blows) == 1 and KINDS[episode.first.kind].goes_on:
             raise Violated(f"training was stopped by: {self._blows[0].text}")
 
@@ -241,6 +242,12 @@ class Soak:
         least = self._marked.get(formed.number, heard.start) + 2 * EVERY
         return all(heard.latest.get(name, -1) >= least for name in formed.hosts)
 
+    def _trains(self) -> bool:
+        """Do all ranks of the newest generation?"""
+        formed = self._record.newest
+        heard = self._judge.generations.get(formed.number)
+        return heard is not None and heard.latest.keys() >= set(formed.hosts)
+
     def _is_stored(self) -> bool:
         """Is no more than the interval of checkpoints not on storage?"""
         step = self._judge.generations[self._judge.newest].step
@@ -250,10 +257,10 @@ class Soak:
         return all(bool(machine.agent) == machine.wanted for machine in self._machines.values())
 
     def _calm(self, for_s: float) -> None:
-        faults, over_s = self._record.faults, time.monotonic() + for_s
+        faults, over_s = len(self._record.faulty), time.monotonic() + for_s
         while time.monotonic() < over_s:
             self._turn()
-            if self._record.faults > faults:
+            if len(self._record.faulty) > faults:
                 raise Violated("a generation has ended, and nothing was wrong")
 
     # -------------------------------------------------------------------- what is always minded

@@ -335,7 +335,7 @@ class Observer:
         if index is not None:
             return self._grow(view) or Wait(f"generation {number} runs")
         if member:
-            return Wait(f"generation {number} runs, which has this host's memory")
+            return Wait(self._spare(view, me), tell=True)
         record = view.hosts.get(me.host)
         if record is not None and record.snapshot is not None and number not in view.progress:
             detail = (

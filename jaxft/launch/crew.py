@@ -257,7 +257,8 @@ class CrewAgent(Agent):
     def _leave(self, number: int, store: Store, fault: Fault | None) -> bool:
         served = self._strangers.serves
         again = super()._leave(number, store, fault)
-        if served or self._strangers.is_over:
+        # Without a fault it is done, and what follows it writes its newest snapshot to storage.
+        if (served and fault is not None) or self._strangers.is_over:
             raise CrewEnded(fault.detail if fault is not None else f"generation {number} is over")
         return again
 

@@ -177,3 +177,14 @@ def test_who_waits_is_told_what_for() -> None:
     told = m.Observer(ELASTIC).decide(board.view(), me("host4"), 0.0, "n")
     assert isinstance(told, m.Wait)
     assert "a spare: it takes the place of one of the 3 hosts that is lost" in told.reason
+
+
+def test_who_lends_its_memory_is_told_too_why_it_does_not_train() -> None:
+    board = shrunk()
+    board.join("host3")
+    lender = board.view().hosts["host3"].member()
+    board.put("generation", msgspec.structs.replace(board.generation, holders=(lender,)))
+    told = m.Observer(ELASTIC).decide(board.view(), me("host3", entered=1), 0.0, "n")
+    assert isinstance(told, m.Wait)
+    assert told.tell
+    assert "runs without this host, which it takes in" in told.reason

@@ -376,7 +376,8 @@ def test_a_helper_killed_at_any_phase_loses_no_checkpoint(
         world.close()
 
 
-IN_A_BUCKET = {"persist.writing": 1, "checkpoint.whole": 0, "checkpoint.copied": 0}
+# In this order, as a helper first ends what the one before it has begun: it would copy that.
+IN_A_BUCKET = {"persist.writing": 1, "checkpoint.copied": 0, "checkpoint.whole": 0}
 
 
 def test_a_helper_killed_while_it_writes_to_a_bucket_loses_no_checkpoint(
