@@ -213,7 +213,8 @@ def run(
     form_timeout_s: Annotated[
         float,
         typer.Option(
-            rich_help_panel=_WAITING, help="How long to wait for MIN hosts before the job fails."
+            rich_help_panel=_WAITING,
+            help="How long to wait for the store, and for MIN hosts, before the job fails.",
         ),
     ] = 300.0,
     agent_grace_s: Annotated[

@@ -47,6 +47,10 @@ class StoreError(LaunchError):
     """The store is unreachable, locked or unusable."""
 
 
+class StoreAway(StoreError):
+    """Nobody answers where the store is said to be; perhaps it has not started yet."""
+
+
 class JobInUse(LaunchError):
     """Another agent or process already runs this job on this host."""
 

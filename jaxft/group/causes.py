@@ -37,7 +37,8 @@ _GREETING = re.compile(r"\[Gloo\] Rank \d+ is connected")
 
 
 def error_in(text: str) -> str:
-    """The error of the last Python traceback in a rank's output, or else its last line.
+    """The error of the last Python traceback in a rank's output, or else its last line, Gloo's
+    greeting apart.
 
     An error is the line after the indented ones of a traceback: `ValueError: no such data`.
     """
@@ -45,7 +46,7 @@ def error_in(text: str) -> str:
     for line in text.splitlines():
         if _FRAME.match(before) and _ERROR.match(line):
             found = line
-        last = line if line.strip() else last
+        last = line if line.strip() and not _GREETING.match(line) else last
         before = line
     return (found or last).strip()[:ERROR_CHARS_MAX]
 

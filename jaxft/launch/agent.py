@@ -78,7 +78,7 @@ from jaxft.launch.registration import (
 )
 from jaxft.launch.smp_process import Died, Happening, SnapshotProcess, Up
 from jaxft.launch.store import Store
-from jaxft.launch.stores import open_store
+from jaxft.launch.stores import open_store, wait_for_store
 from jaxft.launch.watchdog import Watchdog
 from jaxft.status.events import EventLog
 
@@ -181,7 +181,12 @@ class Agent:
             self._heed()
             self._rank_file.kill_left(KILL_S)
             access = self.options.store_access()
-            self._store = open_store(self.options.store, job=self.options.job, access=access)
+            self._store = wait_for_store(
+                lambda: open_store(self.options.store, job=self.options.job, access=access),
+                self.options.form_timeout_s,
+                self._console.say,
+                self._wait_on,
+            )
             where = StoreNote(
                 url=self.options.store, ca=access.ca, cert=access.cert, key=access.key
             )
@@ -252,6 +257,10 @@ class Agent:
         poller.poll(timeout_s * 1000)
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_r, 4096)
+
+    def _wait_on(self, timeout_s: float) -> None:
+        self._wait(timeout_s)
+        self._heed()
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -44,17 +44,19 @@ from etcd3gw.exceptions import (
 )
 
 from jaxft.config import StoreAccess
-from jaxft.errors import ConfigError, StoreError
+from jaxft.errors import ConfigError, StoreAway, StoreError
 from jaxft.launch.store import Entry
 
 REQUEST_S = 2.0
 WATCH_S_MIN = 0.05
 _REASON_CHARS_MAX = 300
+_NOT_ETCD = "what answers there is not etcd"
+_AWAY = "is etcd running, and does the network let this host reach it?"
 # What urllib3 says, and what it means.
 _PLAIN = {
     r"^Failed to establish a new connection: \[Errno -?\d+\] ": "",
     r"^Failed to resolve '(.*)' \(\[Errno -?\d+\] .*\)$": r"there is no host \1",
-    r"^\('Connection aborted\.', BadStatusLine\(.*\)\)$": "what answers there is not etcd",
+    r"^\('Connection aborted\.', BadStatusLine\(.*\)\)$": _NOT_ETCD,
     r"^\('Connection aborted\.', .*\)$": "the connection was broken off",
     r"^Read timed out\. \(read timeout=.*\)$": "no answer in time",
     r"^Connection to .* timed out\..*$": "no answer in time",
@@ -359,7 +361,7 @@ class _Gateway:
 
     def _nobody(self, failures: list[str]) -> StoreError:
         said = "; ".join(failures)
-        advice = "is etcd running, and does the network let this host reach it?"
+        advice = _AWAY
         if "SSL" in said:
             advice = "is it reached over TLS, and do --store-ca, --store-cert and --store-key fit?"
         elif "CommonName" in said:
@@ -367,7 +369,9 @@ class _Gateway:
                 "its gateway refuses client certificates with a common name (CN): make one without "
                 "for --store-cert, and say who this is by JAXFT_STORE_USER"
             )
-        return StoreError(f"no etcd endpoint answered ({said}): {advice}")
+        may_come = advice == _AWAY and _NOT_ETCD not in said
+        kind = StoreAway if may_come else StoreError
+        return kind(f"no etcd endpoint answered ({said}): {advice}")
 
 
 def _session(access: StoreAccess) -> requests.Session:

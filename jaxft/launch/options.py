@@ -41,7 +41,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         rejoin_s: how long to wait for hosts that may bring back a newer snapshot.
         agent_grace_s: how long to wait for the agent of a host whose memory still answers.
         store_grace_s: how long to train on without the store.
-        form_timeout_s: how long to wait for `hosts_min` hosts before the job fails.
+        form_timeout_s: how long to wait for the store at the start, and for `hosts_min` hosts,
+            before the job fails.
         exit_grace_s: how long the ranks may take to end after the first one did.
         grace_s: how long this host may take to go, once it is told to by SIGTERM or by its
             preemption file: for a last snapshot, taken out of turn, for the ranks to end, and,

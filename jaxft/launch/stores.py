@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from jaxft.config import StoreAccess
-from jaxft.errors import ConfigError
+from jaxft.errors import ConfigError, StoreAway
 from jaxft.launch.sqlite import SqliteStore, jobs_in, read_file
 from jaxft.launch.store import Entry, Store
 
 ETCD_PORT = 2379
 ETCD = ("etcd", "etcds")
+_RETRY_S = 1.0
+
+
+def wait_for_store(
+    reach: Callable[[], Store],
+    patience_s: float,
+    say: Callable[[str], None],
+    check: Callable[[float], None],
+) -> Store:
+    """A store that may start later than the hosts, as after a power cut.
+
+    Args:
+        reach: opens it.
+        patience_s: how long to try.
+        say: tells a person what is waited for.
+        check: waits for so many seconds between two tries; raises to end that.
+
+    Raises:
+        StoreAway: nobody has answered all that time. What else `reach` raises comes at once.
+    """
+    deadline_s = time.monotonic() + patience_s
+    said = False
+    while True:
+        try:
+            return reach()
+        except StoreAway as error:
+            if time.monotonic() >= deadline_s:
+                raise
+            if not said:
+                say(f"{error} It is tried for {patience_s:g} s.")
+            said = True
+            check(_RETRY_S)
 
 
 def open_store(url: str, *, job: str, access: StoreAccess | None = None) -> Store:

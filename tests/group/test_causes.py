@@ -42,6 +42,7 @@ F1130 coordination_service_agent.cc:597 Polled an error
             "    indented\n  File x, line 1\n    x = = 1\n        ^\nSyntaxError: invalid",
             "SyntaxError: ",
         ),
+        ("[Gloo] Rank 0 is connected to 3 peer ranks\n", ""),
         ("", ""),
         ("E" * 1000, "E" * 300),
     ],

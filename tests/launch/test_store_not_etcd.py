@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from jaxft.config import StoreAccess
-from jaxft.errors import ConfigError, StoreError
+from jaxft.errors import ConfigError, StoreAway, StoreError
 from jaxft.launch.store import Store
-from jaxft.launch.stores import open_store
+from jaxft.launch.stores import open_store, wait_for_store
 from tests.launch.certificates import Authority
 
 AS_ETCD = {
@@ -135,8 +135,9 @@ def test_files_that_hold_something_else_are_named_at_once(tmp_path: Path) -> Non
 
 
 def test_tls_where_there_is_none_is_said(proxy: Proxy) -> None:
-    with pytest.raises(StoreError, match="is it reached over TLS"):
+    with pytest.raises(StoreError, match="is it reached over TLS") as caught:
         open_store(f"etcds://{proxy.place}", job="j", access=StoreAccess())
+    assert not isinstance(caught.value, StoreAway)
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,31 @@ def test_a_wrong_port_is_said_in_words(greeting: bytes | None, said: str) -> Non
         caught.value
     )
     assert "urllib3" not in str(caught.value)
+    # What is something else will not become etcd; all else may be on its way up.
+    assert isinstance(caught.value, StoreAway) == (said != "what answers there is not etcd")
+
+
+def test_a_store_that_starts_late_is_waited_for(store: Store) -> None:
+    """As after a power cut, when hosts may be up before it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        closed = f"etcd://127.0.0.1:{listener.getsockname()[1]}"
+    waited: list[float] = []
+    said: list[str] = []
+
+    def reach() -> Store:
+        return store if len(waited) == 2 else open_store(closed, job="j", access=StoreAccess())
+
+    assert wait_for_store(reach, 60.0, said.append, waited.append) is store
+    assert len(waited) == 2
+    assert len(said) == 1
+    assert "is etcd running" in said[0]
+    assert "60 s" in said[0]
+    with pytest.raises(StoreAway):
+        wait_for_store(lambda: open_store(closed, job="j"), 0.0, said.append, waited.append)
+    assert len(said) == 1
+    with pytest.raises(ConfigError):
+        wait_for_store(lambda: open_store("ftp://a", job="j"), 60.0, said.append, waited.append)
+    assert len(waited) == 2
 
 
 def test_a_password_in_a_url_is_refused_and_not_repeated() -> None:
