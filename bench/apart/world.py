@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 TRAINER = str(Path(__file__).with_name("trainer.py"))
 STORE = "store"
 WAIT_S = 90.0
+ETCD_BYTES = 1 << 30  # its log is made in pieces of 64 MiB
 # Asks etcd for a key, from a machine that reaches it.
 _ASK = """
 import json, sys, urllib.request
@@ -145,6 +147,7 @@ class World:
         self.trainer = trainer
         self.url = f"etcd://{network.address(STORE)}:2379"
         self.hosts = {name: Host(self, name) for name in names}
+        self._disk = _disk()
         self.start_store()
 
     def __getitem__(self, name: str) -> Host:
@@ -174,9 +177,10 @@ class World:
         for host in self.hosts.values():
             host.reap()
         self._etcd.wait(WAIT_S)
+        self._disk.cleanup()
 
     def kill_store(self) -> None:
-        """What it has written is still on its disk."""
+        """What it has written is still there."""
         self.network.kill(STORE)
         self._etcd.wait(WAIT_S)
 
@@ -189,7 +193,7 @@ class World:
         client, peer = (f"http://{self.network.address(STORE)}:{port}" for port in (2379, 2380))
         # Short intervals, since etcd's shortest lease is 1.5 times the election timeout.
         arguments = (
-            f"--data-dir {self.base}/etcd --listen-client-urls {client} "
+            f"--data-dir {self._disk.name} --listen-client-urls {client} "
             f"--advertise-client-urls {client} --listen-peer-urls {peer} "
             f"--initial-advertise-peer-urls {peer} --initial-cluster default={peer} "
             "--heartbeat-interval 50 --election-timeout 500"
@@ -202,6 +206,14 @@ class World:
                 stdout=log,
                 stderr=log,
             )
+
+
+def _disk() -> tempfile.TemporaryDirectory[str]:
+    """For the store, of memory if there is enough: etcd waits for its disk at every write, and on
+    one that others keep busy that may take longer than a lease lasts."""
+    memory = Path("/dev/shm")
+    enough = memory.is_dir() and shutil.disk_usage(memory).free > ETCD_BYTES
+    return tempfile.TemporaryDirectory(prefix="jx-etcd-", dir=memory if enough else None)
 
 
 @contextlib.contextmanager

@@ -181,7 +181,7 @@ def test_200_saves_leave_nothing_behind_case_5(lone: Lone) -> None:
     for (rss, fds, threads), (rss_late, fds_late, threads_late) in zip(early, late, strict=True):
         assert rss_late - rss < 8 << 20
         assert fds_late <= fds
-        assert threads_late <= threads
+        assert threads_late <= threads + 4  # pools start theirs when they first need them
 
 
 def test_the_step_after_a_snapshot_reuses_its_buffers_case_6(lone: Lone) -> None:
