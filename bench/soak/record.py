@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from bench.apart.world import World
+from jaxft.status.events import whole_lines
 
 Line = dict[str, Any]
 
@@ -38,16 +38,8 @@ class Tail:
             start = self._offsets.get(path, 0)
             if path.stat().st_size <= start:
                 continue
-            with path.open("rb") as file:
-                file.seek(start)
-                data = file.read()
-            end = data.rfind(b"\n") + 1
-            self._offsets[path] = start + end
-            for line in data[:end].splitlines():
-                try:
-                    found.append(json.loads(line))
-                except ValueError:
-                    continue  # its writer was killed in the middle of it
+            lines, self._offsets[path] = whole_lines(path, start)
+            found += lines
         return found
 
 

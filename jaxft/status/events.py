@@ -87,16 +87,23 @@ class EventReader:
         return sorted(fresh, key=lambda event: float(event["t"]))
 
     def _read(self, path: Path) -> Iterator[Event]:
-        start = self._offsets.get(path, 0)
-        with path.open("rb") as file:
-            file.seek(start)
-            data = file.read()
-        end = data.rfind(b"\n") + 1
-        self._offsets[path] = start + end
-        for line in data[:end].splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
+        found, self._offsets[path] = whole_lines(path, self._offsets.get(path, 0))
+        for event in found:
             if isinstance(event, dict) and "t" in event and "event" in event:
                 yield event
+
+
+def whole_lines(path: Path, start: int) -> tuple[list[Any], int]:
+    """What a growing file of JSON lines has from this byte on, and where its last whole line ends.
+
+    Left out are lines that are no JSON: their writer was killed in the middle of them.
+    """
+    with path.open("rb") as file:
+        file.seek(start)
+        data = file.read()
+    end = data.rfind(b"\n") + 1
+    found: list[Any] = []
+    for line in data[:end].splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found, start + end
