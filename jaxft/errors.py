@@ -4,6 +4,7 @@
     ├── ConfigError              an option or a combination of options that cannot work
     ├── LaunchError              the world could not be formed, or could not go on
     │   ├── StoreError           the store is unreachable, locked or unusable
+    │   │   └── StoreAway        nobody answers there; perhaps it has not started yet
     │   ├── JobInUse             another agent or process already runs this job on this host
     │   └── ScriptError          the training script ended with an error that a restart cannot mend
     ├── MemoryLimitError         the slots do not fit into the memory there is

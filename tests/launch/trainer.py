@@ -2,7 +2,8 @@
 
 `python trainer.py BASE EVERY [PERSIST [DIRECTORY]]`. It goes on until the step that the file
 BASE/last names, and writes what it does, one JSON object a line, to BASE/rank-RANK. With PERSIST,
-snapshots so many steps apart go to BASE/checkpoints, or to DIRECTORY. While there is a file
+snapshots so many steps apart go to BASE/checkpoints, or to DIRECTORY. At the step that the file
+BASE/hold names it stays. While there is a file
 BASE/evaluate-RANK it is in a phase that it has announced, and the file BASE/hang-RANK makes it hang
 in its next step.
 """
@@ -51,8 +52,8 @@ def main() -> None:
     def say(**facts: Any) -> None:
         said.write(json.dumps({"generation": int(os.environ["JAXFT_GENERATION"]), **facts}) + "\n")
 
-    def last() -> int:
-        path = base / "last"
+    def ordered(name: str) -> int:
+        path = base / name
         return int(path.read_text() or "0") if path.exists() else 1 << 60
 
     jaxft.initialize()
@@ -71,14 +72,16 @@ def main() -> None:
             state, step = restored.state, restored.step
             say(restored=step, w=float(state["w"].addressable_data(0)[0]))
         print("rank", rank, "of generation", os.environ["JAXFT_GENERATION"], flush=True)
-        while step < last():
+        while step < ordered("last"):
             time.sleep(STEP_S)
+            if step == ordered("hold"):
+                continue
             load(base, rank)
             evaluate(base, rank)
             step += 1
             state = train(state)
             receipt = snapshotter.save(step, state)
-            w = float(state["w"].addressable_data(0)[0]) if step >= last() else None
+            w = float(state["w"].addressable_data(0)[0]) if step >= ordered("last") else None
             say(step=step, w=w, latest=snapshotter.latest, begun=receipt.id is not None)
 
 

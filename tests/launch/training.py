@@ -39,10 +39,22 @@ class Training:
 
     def end(self, timeout_s: float = WAIT_S) -> int:
         """Has the ranks end at a step that is before them all."""
-        last = max(self.newest(rank, "step") for rank in (0, 1)) + 50
-        (self.base / "order").write_text(str(last))
-        (self.base / "order").rename(self.base / "last")
+        self._order("last")
         return self.world.ended(timeout_s)
+
+    def hold(self, every: int) -> int:
+        """Has the ranks stay at a step that is before them all. The newest snapshot, committed."""
+        step = self._order("hold")
+        newest = step - (step - 1) % every  # the first step is taken
+        self.until("step", step)
+        self.world.wait("committed", step=newest)
+        return newest
+
+    def _order(self, what: str) -> int:
+        step = max(self.newest(rank, "step") for rank in (0, 1)) + 50
+        (self.base / "order").write_text(str(step))
+        (self.base / "order").rename(self.base / what)
+        return step
 
 
 @contextlib.contextmanager
