@@ -51,7 +51,8 @@ class World:
         self._listener.listen(count)
         self._log = (self.directory / "log").open("wb")
         command = [sys.executable, "-m", "jaxft", "run", "--local-hosts", str(count)]
-        command += ["--code", code, "--job", "bench", "--quiet", "--settle-s", "0.5"]
+        # Ranks that wait to follow are no part of what is measured.
+        command += ["--code", code, "--job", "bench", "--quiet", "--settle-s", "0.5", "--no-warm"]
         command += ["--", sys.executable, "-m", "bench.rank"]
         command += [str(self.directory / "bench.sock"), str(nbytes)]
         self._process = subprocess.Popen(

@@ -28,6 +28,10 @@ COLLECTIVE = re.compile(
 )
 
 
+# What does not say what a fusion computes: its parameters, and the collective that it is beside.
+GIVEN = re.compile(rf" parameter\(|{COLLECTIVE.pattern}")
+
+
 def collectives(text: str) -> Counter[tuple[str, str]]:
     """The collectives of an optimized program: what they do, and for which operation."""
     found = (COLLECTIVE.search(line) for line in text.splitlines())
@@ -54,6 +58,7 @@ def fusions(text: str) -> Counter[str]:
     def computed(name: str) -> str:
         if name not in known:
             values: dict[str, str] = {}
+            mine = set()  # what is neither given to it nor the collective's
             for line in bodies[name]:
                 instruction = INSTRUCTION.match(line)
                 assert instruction is not None, "as above"
@@ -62,13 +67,21 @@ def fusions(text: str) -> Counter[str]:
                     plain = aside.sub("", plain)
                 plain = PARAMETER.sub("parameter", plain)
                 said = NAME.sub(lambda one: values.get(one[1]) or computed(one[1]), plain)
-                values[instruction[2]] = hashlib.sha256(said.encode()).hexdigest()
+                values[instruction[2]] = _digest(said)
+                if not GIVEN.search(line):
+                    mine.add(instruction[2])
                 if instruction[1]:
-                    root = instruction[2]
+                    gives = [instruction[2]]
+                    if " tuple(" in plain:
+                        gives = NAME.findall(plain)
                     if name.startswith(BESIDE):
-                        root = next(one for one in NAME.findall(plain) if one in values)
-                    known[name] = values[root]
+                        gives = [one for one in gives if one in mine]
+                    known[name] = _digest(*[values[one] for one in gives])
         return known[name]
 
     called = re.findall(r" fusion\(.*?\), kind=.*?, calls=%([\w.-]+)", text)
     return Counter(computed(name) for name in called if not any(map(WAITS.search, bodies[name])))
+
+
+def _digest(*said: str) -> str:
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()

@@ -80,6 +80,22 @@ def test_the_same_beside_a_collective_is_the_same(check: ModuleType) -> None:
     assert list(check.fusions(TWO).values()) == [2]
 
 
+def test_all_results_beside_a_collective_count(check: ModuleType) -> None:
+    """Of a fusion that has two, none of them the collective's."""
+    alone = """  %more = f32[8]{0} multiply(%sum, %p.2)
+  ROOT %two = (f32[8]{0}, f32[8]{0}) tuple(%sum, %more)"""
+    beside = """  %more = f32[8]{0} multiply(%other, %q.2)
+  ROOT %all = (f32[8]{0}, f32[8]{0}, f32[8]{0}, f32[2]{0}) tuple(%other, %more, %gathered, %q.3)"""
+    text = TWO.replace(
+        "ROOT %sum = f32[8]{0} add(%p.1, %p.2)", f"%sum = f32[8]{{0}} add(%p.1, %p.2)\n{alone}"
+    )
+    assert list(check.fusions(text).values()) == [1, 1]
+    root = next(line for line in TWO.splitlines() if "ROOT %both" in line)
+    assert list(check.fusions(text.replace(root, beside)).values()) == [2]
+    other = beside.replace("multiply", "subtract")
+    assert list(check.fusions(text.replace(root, other)).values()) == [1, 1]
+
+
 def test_to_begin_a_collective_is_no_computation(check: ModuleType) -> None:
     begun = 'custom-call(%p.1, %p.2), custom_call_target="AsyncCollectiveStart"'
     begun_only = check.fusions(TWO.replace("add(%p.1, %p.2)", begun))
