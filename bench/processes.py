@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 POLL_S = 0.01
 END_S = 10.0
+STOP_S = 30.0
 
 
 def below(run_dir: Path) -> list[int]:
@@ -34,6 +36,22 @@ def end_all(run_dir: Path) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(POLL_S)
+
+
+def end_run(process: subprocess.Popen[bytes], run_dir: Path) -> None:
+    """Ends a `jaxft run`, and all that it has started.
+
+    Raises:
+        TimeoutError: something of it lives on.
+    """
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    end_all(run_dir)
+    until(lambda: not below(run_dir), f"the end of all processes of {run_dir}", END_S)
 
 
 def until(ready: Callable[[], Any], what: str, timeout_s: float) -> Any:

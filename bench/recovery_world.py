@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.baseline_orbax import TMPFS
 from bench.measure import cpu_s
-from bench.processes import below, end_all, until
+from bench.processes import end_run, until
 from bench.recovery_loop import RestartLoop
 from jaxft.status.events import Event, EventReader
 
@@ -140,14 +140,7 @@ class Struck:
         return "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in files)
 
     def close(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(30.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        end_all(self.directory / "run")
-        until(lambda: not below(self.directory / "run"), "the end of all processes", 10.0)
+        end_run(self._process, self.directory / "run")
         self._log.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from bench.measure import cpu_of
-from bench.processes import below, end_all, until
+from bench.processes import end_run
 from jaxft.status.events import EventReader
 
 ROOT = Path(__file__).parents[1]
@@ -167,14 +167,7 @@ class World:
     def close(self) -> None:
         """Ends all, and takes away what they left."""
         self._drop_ranks()
-        self._process.terminate()
-        try:
-            self._process.wait(30.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        end_all(self.directory)
-        until(lambda: not below(self.directory), "the world's processes end", 10.0)
+        end_run(self._process, self.directory)
         self._listener.close()
         self._log.close()
         shutil.rmtree(self.directory, ignore_errors=True)

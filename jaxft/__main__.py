@@ -335,7 +335,7 @@ def run(
     use, 3 the world could not be formed or could not go on, 128 + n ended by signal n (143 also by
     a preemption file). docs/failures.md says what happens when what is lost.
     """
-    try:
+    with _said(JaxftError):
         if not 0 <= local_hosts <= LOCAL_HOSTS_MAX:
             raise ConfigError(f"--local-hosts {local_hosts}: expected 1 to {LOCAL_HOSTS_MAX}")
         if local_hosts and host:
@@ -393,12 +393,6 @@ def run(
                 "or --local-hosts to run all of them on this machine"
             )
         options = placed(options, address, interface, one_machine=bool(local_hosts))
-    except ConfigError as error:
-        fail(error)
-        raise typer.Exit(EXIT_USAGE) from None
-    except JaxftError as error:
-        fail(error)
-        raise typer.Exit(EXIT_WORLD) from None
     if local_hosts:
         raise typer.Exit(local(options, local_hosts, respawn=respawn))
     raise typer.Exit(agent(options))

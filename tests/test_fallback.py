@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 import tests.device.conftest  # noqa: F401 (eight devices)
 from jaxft import OrbaxFallback, faults
-from jaxft.checkpoint import Directory, Record, nest, place
+from jaxft.checkpoint import BY_HAND, Directory, Record, nest, place
 from jaxft.device.leaves import empty_nodes
 from jaxft.device.mesh import make_mesh
 from jaxft.device.placing import assemble
-from jaxft.errors import ConfigError, RestoreError, SnapshotLost, TreeMismatch
+from jaxft.errors import ConfigError, JaxftError, RestoreError, SnapshotLost, TreeMismatch
 from jaxft.export import copies, write
 from jaxft.group.manifest import Leaf, SnapshotId
 from jaxft.group.messages import Lineage, StorageEntry
@@ -54,9 +55,10 @@ def save(
     seq: int | None = None,
     lineage: tuple[Lineage, ...] = (Lineage(1, None),),
     extras: dict[int, Any] | None = None,
-    keep: int = 2,
+    keep: int | None = 2,
     may_commit: Any = lambda: None,
     job: str = "",
+    writer: str = "test",
 ) -> StorageEntry:
     """Writes a snapshot of the tree, taken by two hosts, as a world of one helper would."""
     snapshot = take(tree, 2)
@@ -77,7 +79,15 @@ def save(
     with jax.enable_x64(True):
         arrays = assemble(copies(snapshot.manifests, stored, mesh), read)
         values = {int(name): array for name, array in arrays.items()}
-        write(directory, record, values, empty_nodes(tree), keep=keep, may_commit=may_commit)
+        write(
+            directory,
+            record,
+            values,
+            empty_nodes(tree),
+            keep=keep,
+            may_commit=may_commit,
+            writer=writer,
+        )
     return record.entry
 
 
@@ -395,6 +405,103 @@ def test_another_jobs_directory_is_refused_and_its_own_is_not(tmp_path: Path) ->
     OrbaxFallback(tmp_path).check_job("one")
     with pytest.raises(ConfigError, match="checkpoints of job one, and this is job two: use anoth"):
         OrbaxFallback(tmp_path).check_job("two")
+
+
+def test_two_writers_of_one_directory_do_each_other_no_harm(tmp_path: Path) -> None:
+    """As a helper of the job and `jaxft export` by hand: each begins while the other writes."""
+    tree = {"w": jnp.arange(3.0)}
+    fallback = OrbaxFallback(tmp_path)
+    seen = []
+
+    def by_hand() -> None:
+        """Begins, writes and commits while the first has written all and has no name yet."""
+        seen.append({path.name for path in tmp_path.iterdir()})
+        save(tmp_path, tree, 10, keep=None, writer=f"{BY_HAND}ab")
+        seen.append({path.name for path in tmp_path.iterdir()})
+
+    entry = save(tmp_path, tree, 10, may_commit=by_hand, writer="persist7")
+    assert len(seen[0]) == 1
+    assert seen[1] == {*seen[0], "10"}
+    assert fallback.entries() == (entry,)
+    assert_same(fallback.restore(entry, tree)[0], tree)
+    assert [path.name for path in tmp_path.iterdir()] == ["10"]
+
+    def helper() -> None:
+        save(tmp_path, tree, 20, writer="persist8")
+
+    entry = save(tmp_path, tree, 20, keep=None, may_commit=helper, writer=f"{BY_HAND}cd")
+    assert [one.step for one in fallback.entries()] == [10, 20]
+    assert_same(fallback.restore(entry, tree)[0], tree)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "20"]
+
+
+def test_who_writes_by_hand_replaces_nothing_and_nobody_replaces_what_is_newer(
+    tmp_path: Path,
+) -> None:
+    """The job went back and came to the same step again while an export of before was written."""
+    old, new = {"w": jnp.zeros(3)}, {"w": jnp.ones(3)}
+    lineage = (Lineage(1, None), Lineage(2, identity(1, 5)))
+
+    def again() -> None:
+        save(tmp_path, new, 10, generation=2, seq=1, lineage=lineage, writer="persist7")
+
+    for keep, writer in ((None, f"{BY_HAND}ab"), (2, "persist3")):
+        with pytest.raises(JaxftError, match="10.*snapshot 2.1, and this is snapshot 1.10"):
+            save(tmp_path, old, 10, keep=keep, may_commit=again, writer=writer)
+        [entry] = OrbaxFallback(tmp_path).entries()
+        assert entry.id == identity(2, 1)
+        assert_same(OrbaxFallback(tmp_path).restore(entry, new)[0], new)
+
+
+def test_what_a_dead_export_has_left_goes_when_it_is_old(tmp_path: Path) -> None:
+    """Of one that lives nobody knows but by the age of what it wrote last."""
+
+    def die() -> None:
+        raise SnapshotLost("it was killed")
+
+    with pytest.raises(SnapshotLost):
+        save(tmp_path, {"w": jnp.ones(1)}, 10, keep=None, may_commit=die, writer=f"{BY_HAND}ab")
+    [left] = tmp_path.iterdir()
+    save(tmp_path, {"w": jnp.ones(1)}, 20)
+    assert left.exists()
+    for path in (left, *left.rglob("*")):
+        os.utime(path, (0, 0))
+    save(tmp_path, {"w": jnp.ones(1)}, 30)
+    assert not left.exists()
+
+
+def test_two_jobs_that_began_in_one_directory_keep_their_own(tmp_path: Path) -> None:
+    """None had a checkpoint there when the other one looked."""
+    tree = {"w": jnp.ones(1)}
+    one = save(tmp_path, tree, 10, job="one", keep=1)
+    for step in (10, 20):
+        with pytest.raises(ConfigError, match="checkpoints of job one, and this is job two"):
+            save(tmp_path, tree, step, generation=2, job="two", keep=1)
+
+    def first() -> None:
+        save(tmp_path / "at_once", tree, 10, job="one")
+
+    with pytest.raises(ConfigError, match="checkpoints of job one, and this is job two"):
+        save(tmp_path / "at_once", tree, 10, generation=2, job="two", may_commit=first)
+    for directory in (tmp_path, tmp_path / "at_once"):
+        [entry] = OrbaxFallback(directory).entries()
+        assert entry.id == one.id
+
+
+def test_leftovers_that_cannot_be_deleted_are_no_reason_not_to_persist(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "jaxft-writing-1.1-a").mkdir()
+    (tmp_path / "jaxft-removed-5").mkdir()
+
+    def refuse(path: Path, *args: Any, **options: Any) -> None:
+        raise PermissionError(f"no deleting of {path}")
+
+    monkeypatch.setattr("jaxft.checkpoint.shutil.rmtree", refuse)
+    with caplog.at_level(logging.WARNING, "jaxft.checkpoint"):
+        entry = save(tmp_path, {"w": jnp.ones(1)}, 2)
+    assert OrbaxFallback(tmp_path).entries() == (entry,)
+    assert "jaxft-removed-5 could not be deleted" in caplog.text
 
 
 def test_options_are_checked(tmp_path: Path) -> None:

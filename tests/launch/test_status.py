@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from jaxft.errors import StoreError
 from jaxft.launch.stores import jobs_of, open_store, read_entries
-from tests.launch.local_runs import Run
 from tests.launch.training import train
-
-
-def status(world: Run) -> tuple[int, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "jaxft", "status", "--job", "j", "--json"],
-        env=world.environ,
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert done.stdout, done.stderr
-    return done.returncode, json.loads(done.stdout)
+from tests.reports import status
 
 
 def test_a_job_that_trains_and_one_of_its_two_hosts_that_is_killed() -> None:
     with train(5, "--no-respawn", "--lease-s", "1", "--form-timeout-s", "60") as training:
         world = training.world
         training.until("latest", 10)
-        exit_status, report = status(world)
+        exit_status, report = status("j", world.environ)
         assert exit_status == 0, report
         assert report["store"] == {"url": f"sqlite://{world.run_dir}/j/store.db", "problem": ""}
         assert (report["world"]["generation"], report["world"]["phase"]) == (1, "running")
@@ -47,7 +30,7 @@ def test_a_job_that_trains_and_one_of_its_two_hosts_that_is_killed() -> None:
 
         world.kill("host1", "agent", "smp")
         world.wait("fault")
-        exit_status, report = status(world)
+        exit_status, report = status("j", world.environ)
         assert exit_status == 1
         assert report["world"]["phase"] == "failed"
         alive, killed = report["hosts"]

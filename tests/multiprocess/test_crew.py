@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from tests.launch.conftest import free_ports
+from tests.reports import status
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = str(Path(__file__).with_name("crew.py"))
@@ -77,18 +78,6 @@ class Crew:
         self.until(lambda: all(one.poll() is not None for one in self.ranks), "end of all ranks")
         return [one.returncode for one in self.ranks]
 
-    def status(self) -> tuple[int, Any]:
-        done = subprocess.run(
-            [sys.executable, "-m", "jaxft", "status", "--job", "crew", "--json"],
-            env=self.environ,
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=False,
-        )
-        assert done.stdout, done.stderr
-        return done.returncode, json.loads(done.stdout)
-
     def processes(self, part: str) -> dict[int, str]:
         """Living processes of this test, with this in their command lines."""
         found = {}
@@ -131,7 +120,7 @@ def test_the_next_start_of_a_script_goes_on_from_the_memory_of_the_one_before(cr
     crew.start()
     crew.until(lambda: crew.newest("latest") >= 6, "snapshots")
     assert [crew.said(rank, "host") for rank in range(3)] == [["n1"], ["n1"], ["n2"]]
-    exit_status, report = crew.status()
+    exit_status, report = status("crew", crew.environ)
     assert (exit_status, report["problems"]) == (0, [])
     assert [(one["host"], one["ranks"]) for one in report["hosts"]] == [("n1", 2), ("n2", 1)]
     smps = set(crew.processes("jaxft.host.smp"))
@@ -141,7 +130,7 @@ def test_the_next_start_of_a_script_goes_on_from_the_memory_of_the_one_before(cr
     crew.ranks[2].kill()
     assert crew.until_gone() == [-signal.SIGKILL] * 3
     crew.until(lambda: not crew.processes("jaxft.launch.crew"), "end of the agents")
-    exit_status, report = crew.status()
+    exit_status, report = status("crew", crew.environ)
     assert exit_status == 1
     (gone,) = [one for one in report["failures"] if one["kind"] == "rank_gone"]
     assert gone["detail"].startswith(f"rank 2 (process {crew.ranks[2].pid}) on n2 is gone")

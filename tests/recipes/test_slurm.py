@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tests.launch.local_runs import RANK
 from tests.recipes.conftest import environ, marked
 from tests.recipes.places import BATCH, BATCH_SRUN, CREW, ROOT, TRAINER
 from tests.recipes.slurm import Cluster, cluster
+from tests.reports import status
 
 
 class Job:
@@ -51,14 +51,8 @@ class Job:
 
     def status(self) -> Any:
         """What `jaxft status` says of it."""
-        done = subprocess.run(
-            [sys.executable, "-m", "jaxft", "status", "--json", "--job", self.run_dir.name],
-            env={**self.cluster.environ, "JAXFT_RUN_DIR": str(self.run_dir.parent)},
-            capture_output=True,
-            timeout=30,
-            check=False,
-        )
-        return json.loads(done.stdout)
+        environ = {**self.cluster.environ, "JAXFT_RUN_DIR": str(self.run_dir.parent)}
+        return status(self.run_dir.name, environ)[1]
 
     def state(self) -> str:
         return self.cluster.job(self.number)["JobState"]
