@@ -25,7 +25,6 @@ from jaxft import config, faults
 from jaxft.errors import JaxftError, LaunchError, StoreError
 from jaxft.group import membership as m
 from jaxft.group.absence import mind_absence
-from jaxft.group.causes import LOSSES, is_consequence
 from jaxft.group.messages import Turn
 from jaxft.group.records import (
     DONE,
@@ -43,7 +42,7 @@ from jaxft.group.world import Generation, Member, encode
 from jaxft.host import protocol
 from jaxft.host.local import make_private
 from jaxft.launch.addresses import misfit
-from jaxft.launch.announcements import code_of, in_words
+from jaxft.launch.announcements import in_words
 from jaxft.launch.console import Console
 from jaxft.launch.ended_run import clear_ended_run
 from jaxft.launch.floor import (
@@ -77,6 +76,7 @@ from jaxft.launch.registration import (
     wait_for_name,
 )
 from jaxft.launch.smp_process import Died, Happening, SnapshotProcess, Up
+from jaxft.launch.speaker import Speaker
 from jaxft.launch.store import Store
 from jaxft.launch.stores import open_store, wait_for_store
 from jaxft.launch.watchdog import Watchdog
@@ -88,7 +88,6 @@ TICK_S = 0.25
 CALM_S = 10.0
 TURNS_MAX = 20
 PROBE_EVERY_S = 1.0
-WONDER_S = 1.0
 # How much longer than it was asked for a lease may last: etcd counts whole seconds.
 LAPSE_S = 2.0
 QUIET_KINDS = frozenset({"committed", "chosen"})
@@ -122,6 +121,7 @@ class Agent:
         self._lock = Lock(self.directory / "lock", f"job {options.job} on host {options.host}")
         make_private(options.logs())
         self._events = EventLog(config.events_dir(), host=options.host, role="agent")
+        self._speaker = Speaker(console, self._events, options.host, options.lease_s)
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._signal = 0
         self._hurried = False
@@ -149,9 +149,6 @@ class Agent:
         self._answers: dict[str, bool] = {}
         self._probed_s = 0.0
         self._unheard: dict[str, float] = {}
-        self._said = ""
-        self._said_generation = 0
-        self._waits = ("", 0.0)
         self._waits_long = False
         self._why_it_waits = ""
         self._failed = True
@@ -520,7 +517,7 @@ class Agent:
         elif absence.action == "give up" and error is not None:
             raise error
         elif absence.reason:
-            self._say_once(absence.reason)
+            self._speaker.once(absence.reason)
 
     def _unheard_s(self, *, away: bool) -> dict[str, float]:
         """Members whose SMP does not answer, and for how long; asked while the store is away."""
@@ -576,7 +573,7 @@ class Agent:
                     return None
                 self._watcher.refresh()
         except StoreError as error:
-            self._say_once(f"the store does not answer: {error}")
+            self._speaker.once(f"the store does not answer: {error}")
         return None
 
     def _tell_wait(self, view: View) -> None:
@@ -600,9 +597,9 @@ class Agent:
         """Whether the store has to be read again for the next decision."""
         match decision:
             case m.Wait(reason, left_s, probe, tell):
-                self._say_wait(reason, left_s, tell=tell)
+                self._speaker.wait(reason, left_s, tell=tell)
                 self._probe(probe)
-                owes = tell and reason != self._said
+                owes = tell and not self._speaker.has_said(reason)
                 self._waits_long = not (left_s or probe or owes or self._observer.counts)
                 return False
             case m.Form():
@@ -612,7 +609,7 @@ class Agent:
                     return False
                 self._enter(generation, index, reason)
             case m.AskSnapshot(reason):
-                self._say_once(reason)
+                self._speaker.once(reason)
                 self._smp.send(protocol.SnapshotNow(reason=reason))
                 self._progress.hurry()
                 return False
@@ -645,22 +642,7 @@ class Agent:
         if decision.end is not None:
             put[ENDING] = encode(decision.end)
         if store.commit(decision.expect, put, decision.delete):
-            self._events.emit(
-                "generation_formed",
-                number=generation.number,
-                generation=generation.number,
-                hosts=[member.host for member in generation.hosts],
-                holders=[member.host for member in generation.holders],
-                reason=decision.reason,
-            )
-            self._say_generation(generation)
-
-    def _say_generation(self, generation: Generation) -> None:
-        names = ", ".join(member.host for member in generation.hosts)
-        self._said_generation = generation.number
-        self._console.say(
-            f"generation {generation.number} ({names}; {code_of(generation)}): {generation.reason}"
-        )
+            self._speaker.formed(generation)
 
     def _enter(self, generation: Generation, index: int | None, reason: str) -> None:
         """Old ranks are dead; the SMP is told; then the new ones are started."""
@@ -681,8 +663,8 @@ class Agent:
             index=index,
         )
         # On one machine all agents say what they say to one person.
-        if self.options.address and self._said_generation != generation.number:
-            self._say_generation(generation)
+        if self.options.address:
+            self._speaker.generation(generation)
         if index is not None:
             self._ranks.start(generation, index)
 
@@ -724,32 +706,9 @@ class Agent:
         self._console.say(f"step {step} is on storage, in {directory}")
 
     def _tell_fault(self, fault: Fault) -> None:
-        self._events.emit(
-            "fault",
-            generation=fault.generation,
-            host=fault.host,
-            by=self._host,
-            kind=fault.kind,
-            detail=fault.detail,
-        )
-        if fault.kind == "host_lost":
-            self._events.emit(
-                "host_lost",
-                generation=fault.generation,
-                host=fault.host,
-                silent_s=self.options.lease_s,
-            )
-        if self._generation is not None and self._generation.export is not None:
-            self._console.say(f"the newest snapshot did not get to storage: {fault.detail}")
-            return
-        if fault.kind == "grown":
-            self._console.say(f"generation {fault.generation} ends: {fault.detail}")
-            return
-        self._console.say(
-            f"generation {fault.generation} ends: {fault.detail}{_what_follows(fault)}; its ranks "
-            "are stopped, and the next generation follows unless the job gives up"
-        )
-        if fault.kind == "hung":
+        generation = self._generation
+        self._speaker.fault(fault, generation)
+        if fault.kind == "hung" and (generation is None or generation.export is None):
             self._watchdog.tell_fault(fault)
 
     def _finish(self, decision: m.Finish, store: Store) -> JobEnd | None:
@@ -757,26 +716,3 @@ class Agent:
         if decision.known or store.commit({END: None}, {END: encode(decision.end)}):
             return decision.end
         return None
-
-    def _say_once(self, text: str) -> None:
-        if text != self._said:
-            self._said = text
-            self._console.say(text)
-
-    def _say_wait(self, reason: str, left_s: float, *, tell: bool) -> None:
-        """Says what is waited for, if it takes long enough for a person to wonder."""
-        now_s = time.monotonic()
-        if reason != self._waits[0]:
-            self._waits = (reason, now_s)
-        elif reason != self._said and (left_s > 0 or tell) and now_s - self._waits[1] > WONDER_S:
-            self._said = reason
-            self._console.say(f"{reason} (at most {left_s:.0f} s more)" if left_s > 0 else reason)
-
-
-def _what_follows(fault: Fault) -> str:
-    """Which errors that ranks have printed are not the cause, in words."""
-    if fault.kind in LOSSES and fault.kind != "told_to_end":
-        return " (errors that other ranks have printed since then come of that)"
-    if is_consequence(fault):
-        return " (that looks as if another rank, or host, had gone before it, which is looked for)"
-    return ""
