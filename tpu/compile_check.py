@@ -17,9 +17,8 @@ hosts of one device (3+1) or two hosts of four (1+1), without parity and with th
 - every fusion of the step is one of the twin's, but for names, the place in the memory on the
   chip or beside it, and the collective that is under way at the time;
 - what it gives, the owned bytes of a device and their parity, goes to the host's memory;
-- the twin takes no more temporary memory than the step, what it gives (what of it has elements of
-  less than a word, twice), and for parity MOST_BUCKETS of the buckets that are worked on one after
-  the other; and it donates as much as the step;
+- the twin takes no more temporary memory than the step, what it gives, and for parity MOST_BUCKETS
+  of the buckets that are worked on one after the other; and it donates as much as the step;
 - beside the step's collectives there are k x m permutations a bucket, and nothing else.
 
 It prints a line for each kind of check, every miss, and last what was checked. Exit status: 0 if
@@ -60,7 +59,7 @@ from program_text import PERMUTE, collectives, fusions
 
 from jaxft.device.calls import Call
 from jaxft.device.lanes import Rings, find_rings
-from jaxft.device.leaves import describe, element
+from jaxft.device.leaves import describe
 from jaxft.device.parity import Kernel, combine, exchange, lay_out, pack, unpack
 from jaxft.device.shards import Plan, Processes, make_plan
 from jaxft.device.twin import LoweredTwin, Outputs
@@ -361,7 +360,7 @@ class TwinChecks:
     def _judge(self, where: str, bare: Program, twin: Program, plan: Plan) -> None:
         of_step, of_twin = fusions(bare.text), fusions(twin.text)
         gone = (of_step - of_twin).total()
-        given_bytes, narrow_bytes = _owned_bytes(plan)
+        given_bytes = _owned_bytes(plan)
         bucket_bytes, rounds = 0, 0
         if plan.lanes is not None:
             geometry = plan.lanes.geometry
@@ -386,7 +385,7 @@ class TwinChecks:
         )
         if gone:
             self.misses.append(f"{where}: {gone} fusions of the step are not the twin's")
-        most_bytes = NEARLY * given_bytes + narrow_bytes + MOST_BUCKETS * bucket_bytes
+        most_bytes = NEARLY * given_bytes + MOST_BUCKETS * bucket_bytes
         if temp_bytes > most_bytes + SLACK_BYTES:
             self.misses.append(f"{where}: {temp_bytes} bytes more of temporary memory")
         if host_bytes < given_bytes and self.target.is_accelerator:
@@ -442,15 +441,12 @@ def _rings(world: World, devices: Sequence[Any]) -> Rings:
     return find_rings(groups, [1] * world.hosts, devices, _process_of(world, devices), 0)
 
 
-def _owned_bytes(plan: Plan) -> tuple[int, int]:
-    """How much of the state a device owns; and of that, what has elements of less than a word."""
+def _owned_bytes(plan: Plan) -> int:
+    """How much of the state a device owns."""
     owned: Counter[Any] = Counter()
-    narrow: Counter[Any] = Counter()
     for one in plan.owned:
         owned[one.device] += one.range.nbytes
-        if element(plan.leaves[one.range.leaf]).itemsize < 4:
-            narrow[one.device] += one.range.nbytes
-    return max(owned.values()), max(narrow.values(), default=0)
+    return max(owned.values())
 
 
 def _placed(looks: Any, sharding: Any) -> jax.ShapeDtypeStruct:
