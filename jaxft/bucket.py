@@ -25,13 +25,16 @@ import contextlib
 import logging
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from jaxft.checkpoint import (
+    BY_HAND,
     RECORD,
+    STALE_S,
     STEP,
     WRITING,
     Directory,
@@ -43,7 +46,6 @@ from jaxft.checkpoint import (
 )
 from jaxft.errors import ConfigError, JaxftError, RestoreError
 from jaxft.faults import reach
-from jaxft.group.manifest import SnapshotId
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -97,7 +99,7 @@ class Bucket(Directory):
 
     # -------------------------------------------------------------------- reading
 
-    def found(self) -> list[Found]:
+    def all(self) -> list[Found]:
         with self._explained(RestoreError, "read"):
             return by_step(_each(self._look_at, self._names()))
 
@@ -148,17 +150,22 @@ class Bucket(Directory):
 
     # -------------------------------------------------------------------- writing
 
-    def begin(self, identity: SnapshotId) -> tuple[Path, int]:
+    def begin(self, record: Record, writer: str) -> tuple[Path, int]:
         with self._explained(JaxftError, "written"):
-            # First, as that may write to a step of which another one has left a part.
-            for name in self._names():
-                if name.startswith(WRITING):
-                    self._end_writing(self.path / name)
-            _each(self._clear, [name for name in self._names() if STEP.fullmatch(name)])
-            return self.writing(identity), self.next_number()
+            if record.job:
+                self.check_job(record.job)
+            if not writer.startswith(BY_HAND):
+                # First, as that may write to a step of which another one has left a part.
+                for name in self._names():
+                    if name.startswith(WRITING):
+                        self._end_writing(self.path / name)
+                _each(self._clear, [name for name in self._names() if STEP.fullmatch(name)])
+            return self.writing(record.id, writer), self.next_number()
 
     def _end_writing(self, path: Any) -> None:
         """Ends what a dead writer has begun: what is whole gets its step's name."""
+        if f"-{BY_HAND}" in path.name and not _is_stale(path):
+            return
         found = self._unnamed(path)
         if found is None or found.record is None:
             self._delete(path)
@@ -171,8 +178,10 @@ class Bucket(Directory):
         if COMMITTED not in inside and RECORD in inside:
             self._delete(self.path / name)
 
-    def commit(self, written: Any, record: Record) -> None:
+    def commit(self, written: Any, record: Record, *, replaces: bool) -> None:
         with self._explained(JaxftError, "written"):
+            if self._is_done(written, record, replaces):
+                return
             write_record(written, record)
             reach("checkpoint.whole", step=record.step)
             self._name(written, record)
@@ -243,6 +252,14 @@ def _inside(path: Any) -> set[str]:
         return {one.name for one in path.iterdir()}
     except FileNotFoundError:
         return set()
+
+
+def _is_stale(path: Any) -> bool:
+    """Has nothing been written here for so long that whoever wrote it must be dead?"""
+    fs, within = _filesystem(path)
+    there = fs.find(within, detail=True)
+    newest_s = max((fs.modified(name).timestamp() for name in there), default=0.0)
+    return time.time() - newest_s > STALE_S
 
 
 def _each(do: Callable[[T], U], names: Sequence[T]) -> list[U]:

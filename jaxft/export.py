@@ -6,15 +6,19 @@ Every host's persist helper calls both functions, in one JAX world with a proces
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import msgspec
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxft.bucket import directory_at
+from jaxft.bucket import Bucket, directory_at
 from jaxft.checkpoint import (
     BYTES,
     TREE,
@@ -28,6 +32,7 @@ from jaxft.device.assembly import Stored, Table, Targets, match
 from jaxft.device.leaves import decode_literal, element, stored_shape
 from jaxft.group.manifest import Leaf, Manifest, SnapshotId
 from jaxft.group.messages import Lineage
+from jaxft.sums import write_sums
 
 
 def copies(manifests: Iterable[Manifest], stored: Sequence[StoredLeaf], mesh: Mesh) -> Targets:
@@ -135,6 +140,7 @@ def write(
     *,
     keep: int | None,
     may_commit: Callable[[], None],
+    writer: str,
 ) -> None:
     """Writes a checkpoint; every process of the JAX world calls it.
 
@@ -145,17 +151,21 @@ def write(
             own dtype for the tree, of its bytes (uint8, one dimension more) for what is stored as
             bytes.
         empty: the tree's empty nodes.
-        keep: how many checkpoints stay; None: all that there are.
+        keep: how many checkpoints stay; None: all that there are, also an older one of its step.
         may_commit: called in process 0 when all is written and nothing is visible yet; raises if
             this checkpoint is not to be.
+        writer: a name that no other writer has, the same in every process; see `checkpoint`.
+
+    Raises:
+        JaxftError: something else has its step, which is not to be replaced.
     """
     import orbax.checkpoint as ocp
 
     target = directory_at(directory)
-    written = target.writing(record.id)
+    written = target.writing(record.id, writer)
     is_first = jax.process_index() == 0
     if is_first:
-        written, number = target.begin(record.id)
+        written, number = target.begin(record, writer)
         record = msgspec.structs.replace(record, number=number)
     items = {}
     tree = orbax_tree(record, values, empty)
@@ -168,14 +178,44 @@ def write(
         TREE: ocp.StandardCheckpointHandler(),
         BYTES: ocp.StandardCheckpointHandler(),
     }
-    if items:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
-            checkpointer.save(written, args=ocp.args.Composite(**items))
+    try:
+        if items:
+            with ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers)) as checkpointer:
+                checkpointer.save(written, args=ocp.args.Composite(**items))
+            if is_first:
+                for name in items:
+                    on_one_device(written / name)
+        elif is_first:  # there is nothing but scalars: the record has them all
+            written.mkdir(exist_ok=True)
+        if not isinstance(target, Bucket) and items:
+            write_sums(written, jax.process_index())
+            multihost_utils.sync_global_devices("jaxft:sums")
+        if is_first:
+            may_commit()
+    except BaseException:
+        if is_first:  # a disk that is full is not to stay so
+            target.discard(written)
+        raise
     if is_first:
-        may_commit()
-        target.commit(written, record)
+        target.commit(written, record, replaces=keep is not None)
         if keep is not None:
             target.retain(record, keep)
+
+
+def on_one_device(item: Path) -> None:
+    """Has Orbax put on one device what it is not told a place for. Its file of shardings names the
+    devices of this world of helpers, and where these are not there it refuses to restore."""
+    import orbax.checkpoint as ocp
+
+    file = item / "_sharding"
+    try:
+        named = json.loads(file.read_text())
+    except (FileNotFoundError, ValueError):  # an Orbax that has no such file, or another kind
+        return
+    mesh = Mesh(np.array(jax.devices()[:1]), ("host",))
+    whole = NamedSharding(mesh, PartitionSpec())  # type: ignore[no-untyped-call]
+    said = ocp.metadata.NamedShardingMetadata.from_jax_sharding(whole).to_serialized_string()
+    file.write_text(json.dumps(dict.fromkeys(named, said)))
 
 
 _EMPTY: dict[str, Callable[[], Any]] = {"dict": dict, "list": list, "tuple": tuple}

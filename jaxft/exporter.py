@@ -110,10 +110,11 @@ class Exporter:
         from jaxft.orbax.exported import write_as_saved
 
         directory, keep = self.export.directory, self.export.keep
+        writer = f"export{self.env.generation}"
         if keep:
-            write(directory, *copied, keep=keep, may_commit=self._may_commit)
+            write(directory, *copied, keep=keep, may_commit=self._may_commit, writer=writer)
         else:
-            write_as_saved(directory, copied, may_commit=self._may_commit)
+            write_as_saved(directory, copied, may_commit=self._may_commit, writer=writer)
 
     def _copy(self, client: SmpClient, told: p.PlanTold) -> Copied | None:
         """This host's share of the chosen snapshot; None where storage has the newest."""

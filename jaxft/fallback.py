@@ -36,6 +36,7 @@ from jaxft.device.placing import weaken
 from jaxft.errors import ConfigError, RestoreError, TreeMismatch
 from jaxft.group.manifest import Leaf
 from jaxft.group.messages import StorageEntry
+from jaxft.sums import check_sums
 
 Names = tuple[str, ...]
 NAMED_MAX = 5
@@ -80,12 +81,12 @@ class OrbaxFallback:
         directory_at(self.directory).check_job(job)
 
     def entries(self) -> tuple[StorageEntry, ...]:
-        """The checkpoints that are whole, by ascending step.
+        """The checkpoints that are there, by ascending step, also those that are `damaged`.
 
         Raises:
             RestoreError: the directory cannot be read.
         """
-        return tuple(found.entry for found in directory_at(self.directory).found())
+        return tuple(found.entry for found in directory_at(self.directory).all())
 
     def restore(
         self, entry: StorageEntry, like: Any, *, strict: bool = True
@@ -112,6 +113,8 @@ class OrbaxFallback:
             rank: msgspec.msgpack.decode(data) if data else None
             for rank, data in found.record.extras.items()
         }
+        if isinstance(found.path, Path):
+            check_sums(found.path, jax.process_index(), jax.process_count())
         return _restore_ours(found.path, found.record, like, strict), extras
 
 
@@ -266,7 +269,12 @@ def _read(
     targets, arguments = (
         jax.tree_util.tree_unflatten(treedef, part) for part in zip(*asked, strict=True)
     )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    # Nobody waits for another rank here: one that finds the checkpoint damaged does not come.
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(), active_processes={jax.process_index()}
+    )
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    with ocp.Checkpointer(handler, multiprocessing_options=alone) as checkpointer:
         arguments = ocp.args.PyTreeRestore(item=targets, restore_args=arguments)
         restored = checkpointer.restore(item, args=arguments)
     found = {

@@ -175,6 +175,7 @@ class Helper:
             *copied,
             keep=options.persist_keep,
             may_commit=self._may_commit,
+            writer=f"persist{self.number}",
         )
 
     def wishes(self) -> RankOptions | None:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _numbers = itertools.count(1)
+REASON_MAX = 1000
 T = TypeVar("T")
 _EVERY_RANK = (
     "every rank has to make its Snapshotter and to call restore: see what the others print"
@@ -404,7 +405,8 @@ def _follow(
             raise
         except Exception as error:
             _log.exception("checkpoint of step %d cannot be read", plan.step)
-            reason = f"checkpoint of step {plan.step}: {error}"
+            what = f"checkpoint of step {plan.step} in {fallback.directory} cannot be read"
+            reason = f"{what}: {type(error).__name__}: {error}".partition("\n")[0][:REASON_MAX]
             failed = p.RestoreFailed(attempt=plan.attempt, reason=reason)
             client.say(failed, open_as="restored")
             raise _Replanned from error
@@ -433,8 +435,14 @@ def _extras(manifests: dict[int, Manifest]) -> dict[int, Any]:
 
 def _refuse_to_start_over(plan: Plan) -> None:
     """A job that lost what it had does not silently begin anew."""
+    reasons = "; ".join(plan.reasons)
+    if plan.newest_known is None and plan.unreadable:
+        raise NothingRecoverable(
+            f"there are checkpoints, and none of them can be read: {reasons}. Mend or bring back "
+            "one of them; or, to begin anew, move them away, or start with `jaxft run --fresh` or "
+            "Snapshotter(fresh=True)"
+        )
     if plan.newest_known is not None:
-        reasons = "; ".join(plan.reasons)
         raise NothingRecoverable(
             f"snapshot {plan.newest_known}, or a newer one, was committed and cannot be given "
             f"back: {reasons}. "

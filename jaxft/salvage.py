@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ import numpy as np
 from jaxft import config
 from jaxft.apart import set_jax_apart
 from jaxft.bucket import directory_at, whole_name
+from jaxft.checkpoint import BY_HAND
 from jaxft.config import StoreAccess
 from jaxft.errors import (
     ConfigError,
@@ -404,8 +406,9 @@ class _Export:
     def _write(self, step: int, copied: Copied) -> None:
         from jaxft.orbax.exported import write_as_saved
 
+        writer = f"{BY_HAND}{secrets.token_hex(4)}"
         try:
-            write_as_saved(self.directory, copied)
+            write_as_saved(self.directory, copied, writer=writer)
         except OSError as error:
             raise JaxftError(
                 f"step {step} of job {self.job} could not be written to {self.directory}: "

@@ -17,7 +17,7 @@ from etils import epath
 import tests.device.conftest  # noqa: F401 (eight devices)
 from jaxft import OrbaxFallback, bucket
 from jaxft.bucket import COMMITTED, Bucket, directory_at
-from jaxft.checkpoint import RECORD, WRITING
+from jaxft.checkpoint import BY_HAND, RECORD, WRITING, Record
 from jaxft.device.mesh import make_mesh
 from jaxft.errors import ConfigError, JaxftError, RestoreError, SnapshotLost
 from jaxft.group.messages import Lineage
@@ -217,7 +217,9 @@ def test_a_damaged_record_does_not_count(url: str, caplog: pytest.LogCaptureFixt
     (epath.Path(url) / "2" / COMMITTED).write_text("yes")
     (epath.Path(url) / "2" / RECORD).write_text("{")
     (epath.Path(url) / f"{WRITING}1.2-x" / RECORD).write_text("{")
-    assert OrbaxFallback(url).entries() == (good,)
+    first, second = OrbaxFallback(url).entries()
+    assert (first, second.step) == (good, 2)
+    assert "/2: its record cannot be read" in second.damaged
     assert "does not count" in caplog.text
 
 
@@ -296,6 +298,26 @@ def test_a_bucket_that_cannot_be_read_is_no_empty_one(
         fallback.entries()
 
 
+def test_a_writer_leaves_an_export_by_hand_alone_that_may_live(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = {"w": jnp.ones(2)}
+
+    def helper() -> None:
+        save(url, tree, 20)
+
+    for step in (10, 20):  # of another snapshot, and of the same
+        save(url, tree, step, keep=None, may_commit=helper, writer=f"{BY_HAND}ab")
+    assert names(url) == {"10", "20"}
+    left = epath.Path(url) / f"{WRITING}1.5-nonce-{BY_HAND}cd" / "default" / "d"
+    left.write_text("x")
+    save(url, tree, 30, keep=3)
+    assert left.exists()
+    monkeypatch.setattr(bucket, "STALE_S", -1.0)
+    save(url, tree, 40, keep=4)
+    assert names(url) == {"10", "20", "30", "40"}
+
+
 def test_what_cannot_be_read_just_now_is_not_passed_over(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,7 +337,7 @@ def test_what_cannot_be_read_just_now_is_not_passed_over(
             with pytest.raises(RestoreError, match="quota"):
                 OrbaxFallback(url).entries()
             with pytest.raises(JaxftError, match="quota"):
-                Bucket(url).begin(identity(2, 0))
+                Bucket(url).begin(Record(id=identity(2, 0), step=3), "test")
     assert OrbaxFallback(url).entries() == entries
 
 

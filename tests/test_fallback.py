@@ -28,6 +28,7 @@ from jaxft.errors import ConfigError, JaxftError, RestoreError, SnapshotLost, Tr
 from jaxft.export import copies, write
 from jaxft.group.manifest import Leaf, SnapshotId
 from jaxft.group.messages import Lineage, StorageEntry
+from jaxft.sums import SUMS, check_sums
 from tests.device.snapshots import assert_same, raw, take
 
 
@@ -53,6 +54,7 @@ def save(
     *,
     generation: int = 1,
     seq: int | None = None,
+    is_of: SnapshotId | None = None,
     lineage: tuple[Lineage, ...] = (Lineage(1, None),),
     extras: dict[int, Any] | None = None,
     keep: int | None = 2,
@@ -64,7 +66,7 @@ def save(
     snapshot = take(tree, 2)
     stored = place(snapshot.manifests[0].leaves)
     record = Record(
-        id=identity(generation, step if seq is None else seq),
+        id=is_of or identity(generation, step if seq is None else seq),
         job=job,
         step=step,
         lineage=lineage,
@@ -346,6 +348,7 @@ def test_what_may_not_be_committed_leaves_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(SnapshotLost):
         save(tmp_path, {"w": jnp.zeros(1)}, 20, may_commit=refuse)
     assert OrbaxFallback(tmp_path).entries() == (old,)
+    assert [path.name for path in tmp_path.iterdir()] == ["10"]  # a full disk does not stay so
     with ocp.CheckpointManager(tmp_path) as manager:
         assert manager.all_steps() == [10]
 
@@ -370,8 +373,18 @@ def test_a_damaged_record_does_not_count(tmp_path: Path) -> None:
     (tmp_path / "2" / "jaxft.json").write_text("{")
     (tmp_path / "3.orbax-checkpoint-tmp").mkdir()
     (tmp_path / "4").write_text("a file")
-    assert OrbaxFallback(tmp_path).entries() == (good,)
+    first, second = OrbaxFallback(tmp_path).entries()
+    assert (first, second.step, second.id) == (good, 2, None)
+    assert f"{tmp_path / '2'}: its record cannot be read" in second.damaged
     assert [found.entry for found in Directory(tmp_path).found()] == [good]
+
+
+def test_what_has_lost_its_record_is_not_taken_for_plain_orbaxs(tmp_path: Path) -> None:
+    """Leaves are missing in it, or it is of a future that was left."""
+    save(tmp_path, {"w": jnp.zeros(3, "float8_e4m3")}, 2)
+    (tmp_path / "2" / "jaxft.json").unlink()
+    [entry] = OrbaxFallback(tmp_path).entries()
+    assert "its record cannot be read" in entry.damaged
 
 
 def test_what_cannot_be_deleted_does_not_unmake_a_checkpoint(
@@ -446,7 +459,7 @@ def test_who_writes_by_hand_replaces_nothing_and_nobody_replaces_what_is_newer(
         save(tmp_path, new, 10, generation=2, seq=1, lineage=lineage, writer="persist7")
 
     for keep, writer in ((None, f"{BY_HAND}ab"), (2, "persist3")):
-        with pytest.raises(JaxftError, match="10.*snapshot 2.1, and this is snapshot 1.10"):
+        with pytest.raises(JaxftError, match=r"step 10.*snapshot 2\.1, and this is snapshot 1\.10"):
             save(tmp_path, old, 10, keep=keep, may_commit=again, writer=writer)
         [entry] = OrbaxFallback(tmp_path).entries()
         assert entry.id == identity(2, 1)
@@ -455,13 +468,8 @@ def test_who_writes_by_hand_replaces_nothing_and_nobody_replaces_what_is_newer(
 
 def test_what_a_dead_export_has_left_goes_when_it_is_old(tmp_path: Path) -> None:
     """Of one that lives nobody knows but by the age of what it wrote last."""
-
-    def die() -> None:
-        raise SnapshotLost("it was killed")
-
-    with pytest.raises(SnapshotLost):
-        save(tmp_path, {"w": jnp.ones(1)}, 10, keep=None, may_commit=die, writer=f"{BY_HAND}ab")
-    [left] = tmp_path.iterdir()
+    left = tmp_path / f"jaxft-writing-1.10-nonce-{BY_HAND}ab"
+    (left / "default").mkdir(parents=True)
     save(tmp_path, {"w": jnp.ones(1)}, 20)
     assert left.exists()
     for path in (left, *left.rglob("*")):
@@ -502,6 +510,56 @@ def test_leftovers_that_cannot_be_deleted_are_no_reason_not_to_persist(
         entry = save(tmp_path, {"w": jnp.ones(1)}, 2)
     assert OrbaxFallback(tmp_path).entries() == (entry,)
     assert "jaxft-removed-5 could not be deleted" in caplog.text
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_byte_of_an_array_is_found(tmp_path: Path) -> None:
+    """Orbax gives back what it finds."""
+    tree = {
+        "w": jnp.asarray(np.random.default_rng(0).standard_normal(5000)),
+        "e4m3": jnp.arange(8.0).astype("float8_e4m3"),
+    }
+    entry = save(tmp_path, tree, 7)
+    fallback = OrbaxFallback(tmp_path)
+    assert_same(fallback.restore(entry, tree)[0], tree)
+    files = [path for path in (tmp_path / "7" / "default").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    good = largest.read_bytes()
+    for damage in (flip, lambda path: path.write_bytes(good[:-1]), Path.unlink):
+        damage(largest)
+        with pytest.raises(RestoreError, match=rf"{tmp_path / '7'}.*{largest.name}"):
+            fallback.restore(entry, tree)
+        largest.write_bytes(good)
+    assert_same(fallback.restore(entry, tree)[0], tree)
+    # Every file is looked at by one of those who restore together.
+    for path in (tmp_path / "7").rglob("*"):
+        if path.is_file() and not path.name.startswith(SUMS):
+            data = path.read_bytes()
+            flip(path)
+            assert sum(is_refused(tmp_path / "7", process) for process in range(3)) == 1, path
+            path.write_bytes(data)
+
+
+def is_refused(checkpoint: Path, process: int) -> bool:
+    try:
+        check_sums(checkpoint, process, 3)
+    except RestoreError:
+        return True
+    return False
+
+
+def test_a_checkpoint_without_sums_is_taken_as_it_is(tmp_path: Path) -> None:
+    """An older jaxft wrote it."""
+    tree = {"w": jnp.arange(3.0)}
+    entry = save(tmp_path, tree, 7)
+    for path in (tmp_path / "7").glob(f"{SUMS}*"):
+        path.unlink()
+    assert_same(OrbaxFallback(tmp_path).restore(entry, tree)[0], tree)
 
 
 def test_options_are_checked(tmp_path: Path) -> None:

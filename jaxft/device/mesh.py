@@ -91,7 +91,8 @@ def _usable(axes: dict[str, int], fixed: int, devices: list[jax.Device]) -> int:
     rule = f"a multiple of {fixed}" if elastic else f"exactly {fixed}"
     raise ConfigError(
         f"mesh axes {axes} need {rule} devices on whole hosts; found {len(devices)} on "
-        f"{len(set(processes))} hosts (possible: {ends[:8]}); change the sizes of the axes"
+        f"{len(set(processes))} hosts (possible: {ends[:8]}); change the sizes of the axes "
+        "(on CPU, JAX_NUM_CPU_DEVICES says how many devices each process has)"
     )
 
 

@@ -194,11 +194,15 @@ class Segment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StorageEntry(msgspec.Struct, frozen=True):
-    """A checkpoint on storage. `id` and `lineage` are missing where plain Orbax wrote it."""
+    """A checkpoint on storage. `id` and `lineage` are missing where plain Orbax wrote it.
+
+    `damaged` says why it cannot be read, if it is there and cannot.
+    """
 
     step: int
     id: SnapshotId | None = None
     lineage: tuple[Lineage, ...] = ()
+    damaged: str = ""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -207,6 +211,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     `shares` are the (place, address) of every host of the snapshot's world whose share is there.
     `finish`: the snapshot was staged everywhere but not yet coded everywhere; its holders code it
     before anything else is granted. `source` is "own", "peer", "rebuilt", "orbax" or "none".
+    `unreadable`: it is "none", and storage has checkpoints that count and cannot be read.
     """
 
     attempt: int
@@ -221,6 +226,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     source: str = "none"
     reasons: tuple[str, ...] = ()
     newest_known: SnapshotId | None = None
+    unreadable: bool = False
 
     @property
     def base(self) -> SnapshotId | None:

@@ -17,6 +17,8 @@ Rules
   that carry no identity.
 - A fragment that failed its check is missing, and so is a share whose manifest did.
 - The reason for every snapshot that was not chosen is kept.
+- A checkpoint that cannot be read is passed over. Where nothing else is left the plan says so: a
+  job that has checkpoints does not begin anew unasked.
 - What any host, or the store, knows to be committed is missed when it cannot be had, unless it was
   abandoned.
 """
@@ -100,6 +102,10 @@ def choose(
     )
     known = _newest_known(holders, lineages, expected)
     reasons: list[str] = []
+    bad = [entry for entry in storage if entry.damaged]
+    unreadable = [one for one in bad if one.id is None or abandoned(one.id, lineages) is None]
+    reasons += [entry.damaged for entry in unreadable]
+    storage = [entry for entry in storage if not entry.damaged]
     stored = {entry.id: entry for entry in storage if entry.id is not None}
     found = {slot.id for holder in holders for slot in holder.ledger.slots if slot.id is not None}
     missed = {known} if known is not None else set()
@@ -134,7 +140,12 @@ def choose(
     plain = [entry for entry in storage if entry.id is None]
     if plain:
         return _from_storage(max(plain, key=lambda entry: entry.step), attempt, reasons, known)
-    return Plan(attempt=attempt, reasons=tuple(reasons), newest_known=known)
+    return Plan(
+        attempt=attempt,
+        reasons=tuple(reasons),
+        newest_known=known,
+        unreadable=bool(unreadable),
+    )
 
 
 def _newest_known(

@@ -61,7 +61,7 @@ class Root:
         self.statuses: dict[str, Status] = {}
         self.heard_s: dict[str, float] = {}
         self.damages: dict[SnapshotId, frozenset[Damage]] = {}
-        self.bad_storage: set[StorageEntry] = set()
+        self.bad_storage: dict[StorageEntry, str] = {}
         self._boots = ledger.boots
         self._attempt = ledger.boots * 1000
         self._started_s = now_s
@@ -291,7 +291,10 @@ class Root:
         return choose(
             holders,
             attempt=attempt,
-            storage=[entry for entry in listed if entry not in self.bad_storage],
+            storage=[
+                msgspec.structs.replace(entry, damaged=self.bad_storage.get(entry, entry.damaged))
+                for entry in listed
+            ],
             damages=self.damages,
             fresh=self.generation.fresh,
             expected=self.generation.expected,
@@ -329,7 +332,7 @@ class Root:
         for host, status in current.items():
             if status.failure:
                 if plan.storage is not None:
-                    self.bad_storage.add(plan.storage)
+                    self.bad_storage[plan.storage] = status.failure
                     return self._plan_again(plan, f"{host}: {status.failure}", now_s)
                 return self._fault(host, status.failure)
         if any(host not in current or not current[host].restored for host in hosts):
@@ -611,7 +614,7 @@ def stored_step(options: RankOptions, base: SnapshotId | None) -> int | None:
         (
             entry.step
             for entry in options.storage or ()
-            if base is not None and (entry.id is None or entry.id <= base)
+            if base is not None and not entry.damaged and (entry.id is None or entry.id <= base)
         ),
         default=None,
     )

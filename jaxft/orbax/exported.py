@@ -18,7 +18,7 @@ from etils import epath
 
 from jaxft.checkpoint import Record
 from jaxft.errors import ConfigError
-from jaxft.export import Copied, orbax_tree, write
+from jaxft.export import Copied, on_one_device, orbax_tree, write
 from jaxft.extras import decode_extras
 from jaxft.group.manifest import SnapshotId
 from jaxft.group.messages import StorageEntry
@@ -43,7 +43,11 @@ def is_deleted(directory: str, identity: SnapshotId) -> bool:
 
 
 def write_as_saved(
-    directory: str, copied: Copied, *, may_commit: Callable[[], None] = lambda: None
+    directory: str,
+    copied: Copied,
+    *,
+    may_commit: Callable[[], None] = lambda: None,
+    writer: str,
 ) -> None:
     """Writes a snapshot as who took it would; every process of the JAX world calls it, each with
     its share.
@@ -52,6 +56,7 @@ def write_as_saved(
         directory: a manager's, or that of any checkpoints.
         copied: the snapshot.
         may_commit: called in process 0 before the step can be seen; raises if it is not to be.
+        writer: a name that no other writer has, the same in every process.
 
     Raises:
         ConfigError: the manager has names of its own for steps.
@@ -61,7 +66,7 @@ def write_as_saved(
     if is_managers and all(one.where == "tree" for one in copied.record.leaves):
         _write_items(directory, copied, extras, may_commit)
     else:
-        write(directory, *copied, keep=None, may_commit=may_commit)
+        write(directory, *copied, keep=None, may_commit=may_commit, writer=writer)
 
 
 def _write_items(
@@ -119,6 +124,8 @@ def _fenced(directory: str, may_commit: Callable[[], None]) -> Any:
     class Fenced(usual):  # type: ignore[misc]
         async def finalize(self) -> None:
             if jax.process_index() == 0:
+                for file in self.get().glob("*/_sharding"):
+                    on_one_device(file.parent)
                 may_commit()
             await super().finalize()
 

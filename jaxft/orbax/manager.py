@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 import sys
 from types import TracebackType
 from typing import Any
@@ -247,9 +248,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
         Raises:
             StepAlreadyExistsError: `force`, and the step is on storage (not where it was left by
                 restoring an older one).
+            ConfigError: the step is no integer from 0.
             JaxftError: the first snapshot does not fit into memory, another process saves here, an
                 array has been donated before, or helpers cannot write it.
         """
+        step = _checked(step)
         given = {"save_kwargs": save_kwargs, "metrics": metrics, "args": args}
         given["custom_metadata"] = custom_metadata
         if self._in_use is not None:
@@ -547,6 +550,17 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
         if isinstance(error, SystemExit):
             leaves_by(error)
         self._close(failing=kind is not None)
+
+
+def _checked(step: Any) -> int:
+    """Orbax writes any step, finds none below 0 again, and none at all after one that is text."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise ConfigError(f"step={step!r}: a step is an integer from 0")
+    return number
 
 
 def _without_placeholders(item: Any) -> Any:

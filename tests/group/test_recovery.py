@@ -79,3 +79,30 @@ def test_a_checkpoint_does_not_need_the_snapshot_that_was_aborted() -> None:
     plan = choose(aware, attempt=1, storage=[entry])
     assert (plan.storage, plan.reasons) == (entry, ("snapshot 1.3: aborted",))
     assert choose(aware, attempt=1).chosen == OLDER
+
+
+def test_a_checkpoint_that_cannot_be_read_is_passed_over_and_named() -> None:
+    bad = StorageEntry(step=30, id=LOST, lineage=(Lineage(1, None),), damaged="step 30: a file")
+    good = StorageEntry(step=20, id=OLDER)
+    plan = choose(holders(), attempt=2, storage=[good, bad])
+    assert (plan.storage, plan.unreadable) == (good, False)
+    assert plan.reasons[0] == "step 30: a file"
+
+
+def test_a_job_whose_checkpoints_cannot_be_read_is_not_told_to_begin_anew() -> None:
+    for bad in (StorageEntry(30, LOST, damaged="bad"), StorageEntry(30, damaged="bad")):
+        plan = choose(holders(), attempt=2, storage=[bad])
+        assert (plan.base, plan.unreadable, plan.reasons) == (None, True, ("bad",))
+        assert not choose(holders(), attempt=2, storage=[bad], fresh=True).unreadable
+    # What was left counts no more, whether it can be read or not.
+    left = StorageEntry(30, LOST, damaged="bad")
+    plan = choose(holders(None, Lineage(2, None)), attempt=2, storage=[left])
+    assert (plan.unreadable, plan.reasons) == (False, ())
+
+
+def test_what_a_damaged_checkpoint_says_of_futures_that_were_left_still_counts() -> None:
+    bad = StorageEntry(20, NEWER, lineage=(Lineage(2, OLDER),), damaged="bad")
+    left = StorageEntry(30, LOST)
+    base = StorageEntry(10, OLDER)
+    plan = choose(holders(), attempt=2, storage=[base, bad, left])
+    assert plan.storage == base

@@ -67,7 +67,7 @@ def test_an_exporter_that_is_killed_costs_the_last_step_and_no_checkpoint() -> N
     fault = "export.committing:rank=0=kill"
     with train(5, persist=SELDOM, JAXFT_FAULTS=fault) as one:
         world = one.world
-        world.wait("persisted")  # the first; two writers would be in each other's way
+        world.wait("persisted")  # the first, which is to be in `before`
         by_hand = [sys.executable, "-m", "jaxft", "export", "--job", "j"]
         directory = world.base / "checkpoints"
         subprocess.run([*by_hand, str(directory)], env=world.environ, check=True, timeout=60)

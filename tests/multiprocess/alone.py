@@ -30,6 +30,7 @@ def train(job: str, fate: str, at: int) -> None:
         restored = snapshotter.restore(state)
         if restored is not None:
             state, start = restored.state, restored.step
+            print(*(f"because {reason}" for reason in restored.reasons), sep="\n", flush=True)
         print("from", start, restored.source if restored is not None else "none", flush=True)
         for step in range(start, STEPS):
             state = train_step(state)

@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+import tests.device.conftest  # noqa: F401 (eight devices)
 from jaxft import OrbaxFallback
+from jaxft.group.manifest import SnapshotId
 from jaxft.host.attach import HOST, default_job
 from tests.multiprocess.alone import START, STEPS, train_step
 from tests.multiprocess.working import working
+from tests.test_fallback import save
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60.0
@@ -87,7 +90,29 @@ def test_a_finished_script_leaves_its_newest_snapshot_on_storage(environ, tmp_pa
     assert status == 0, output
     assert f"from {STEPS} orbax" in output
     until_gone(environ)
-    assert [one.step for one in OrbaxFallback(environ["CHECKPOINTS"]).entries()] == [STEPS]
+    [newest] = OrbaxFallback(environ["CHECKPOINTS"]).entries()
+    assert newest.step == STEPS
+    goes_on_from_what_can_be_read(environ, Path(environ["CHECKPOINTS"]), newest.id)
+
+
+def goes_on_from_what_can_be_read(
+    environ: dict[str, str], directory: Path, newest: SnapshotId
+) -> None:
+    """An older checkpoint where the newest one is damaged; no new beginning where all are."""
+    older = SnapshotId(newest.generation, newest.seq - 1, newest.nonce)
+    save(directory, START, 2, is_of=older, lineage=(), job="j", keep=None)
+    (directory / str(STEPS) / "default" / "manifest.ocdbt").write_bytes(b"")
+    status, output = run(environ, "end")
+    assert status == 0, output
+    assert "from 2 orbax" in output
+    assert f"because checkpoint of step {STEPS} in {directory} cannot be read: " in output
+    until_gone(environ)
+    for manifest in directory.glob("*/default/manifest.ocdbt"):
+        manifest.write_bytes(b"")
+    status, output = run(environ, "end")
+    assert status == 1, output
+    assert "NothingRecoverable: there are checkpoints, and none of them can be read: " in output
+    assert "move them away" in output
 
 
 def test_a_notebook_fails_in_a_cell_and_goes_on_in_the_next(environ):

@@ -34,7 +34,7 @@ def persist(lone: Lone, tree: Any, directory: Path) -> None:
         with jax.enable_x64(True):
             mesh = Mesh(np.array(jax.devices()[:1]), ("host",))
             copied = copy(receipt.id, "test", (), reader.manifests, reader.assemble, mesh)
-            write(directory, *copied, keep=1, may_commit=lambda: None)
+            write(directory, *copied, keep=1, may_commit=lambda: None, writer="test")
 
 
 def test_every_leaf_goes_to_storage_and_back_case_9_10_11_12_13_14_15_16_18(

@@ -44,7 +44,9 @@ def test_an_export_has_the_name_that_the_manager_gives(
     newest = manager._memory.newest()
     copied = copied_of(manager._memory, newest)
     looked: list[str] = []
-    write_as_saved(str(tmp_path / "run"), copied, may_commit=lambda: looked.append("looked"))
+    write_as_saved(
+        str(tmp_path / "run"), copied, may_commit=lambda: looked.append("looked"), writer="test"
+    )
     assert looked
     assert (tmp_path / "run" / name).is_dir()
     assert [(entry.step, entry.id) for entry in stored(str(tmp_path / "run"))][-1] == (
@@ -92,5 +94,5 @@ def test_what_may_not_be_committed_is_not_seen(
         raise ConfigError("not any more")
 
     with pytest.raises(ConfigError, match="not any more"):
-        write_as_saved(str(tmp_path / "run"), copied, may_commit=refuse)
+        write_as_saved(str(tmp_path / "run"), copied, may_commit=refuse, writer="test")
     assert on_storage(tmp_path / "run") == [0]

@@ -398,3 +398,15 @@ def test_lost_memory_is_not_silent(make: Make, lone: Lone, monkeypatch: pytest.M
     monkeypatch.undo()
     assert plan.newest_known is None
     assert manager.latest_step() is None
+
+
+def test_a_step_that_is_none_is_refused_and_spoils_nothing(make: Make) -> None:
+    """Orbax's manager writes a step of text, and cannot compare it with any other from then on."""
+    manager = make()
+    for wrong in ("7", -1, 1.5, None):
+        with pytest.raises(ConfigError, match="a step is an integer from 0"):
+            manager.save(wrong, args=ocp.args.StandardSave(state(1)), force=True)
+    assert manager.save(np.int64(1), args=ocp.args.StandardSave(state(1)), force=True)
+    manager.wait_until_finished()
+    assert manager.all_steps() == [1]
+    assert restore(manager, 1) == 1
