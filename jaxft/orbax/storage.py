@@ -95,7 +95,12 @@ class Storage(OrbaxFallback):
     # -------------------------------------------------------------------- a Snapshotter's fallback
 
     def entries(self) -> tuple[StorageEntry, ...]:
-        return tuple(self._entry(step) for step in sorted(self._manager.all_steps()))
+        """The steps. Where plain Orbax has gone on above those of managers, only the numbers say
+        what is newest: what a script leaves by going back has no name any more."""
+        found = [self._entry(step) for step in sorted(self._manager.all_steps())]
+        if found and found[-1].id is None:
+            found = [StorageEntry(one.step, lineage=one.lineage) for one in found]
+        return tuple(found)
 
     def check_job(self, job: str) -> None:
         """The directory is the job's: see `job_of`. Under `jaxft run` any may use it."""

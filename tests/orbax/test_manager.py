@@ -16,6 +16,7 @@ import pytest
 import jaxft
 import jaxft.orbax as ocp
 from jaxft.errors import ConfigError, NothingRecoverable, SnapshotError
+from jaxft.group.recovery import choose
 from jaxft.host import protocol as p
 from jaxft.orbax.storage import JOB, job_of
 from jaxft.restorer import Restored
@@ -398,6 +399,26 @@ def test_lost_memory_is_not_silent(make: Make, lone: Lone, monkeypatch: pytest.M
     monkeypatch.undo()
     assert plan.newest_known is None
     assert manager.latest_step() is None
+
+
+def test_plain_orbax_has_gone_on(make: Make, tmp_path: Path) -> None:
+    """Above the steps of a manager whose memory is gone: the newest step is plain Orbax's."""
+    manager = make(save_interval_steps=4)
+    for step in range(7):
+        save(manager, step)
+    manager.close()
+    assert [one.id is None for one in manager._storage.entries()] == [False] * 3
+    with plain.CheckpointManager(tmp_path / "run") as unchanged:
+        assert restore(unchanged, None) == 6
+        save(unchanged, 9)
+    manager = make(save_interval_steps=4)
+    found = choose([], attempt=1, storage=manager._storage.entries())
+    assert (found.source, found.step) == ("orbax", 9)
+    assert restore(manager, 9) == 9
+    save(manager, 12)
+    manager.wait_until_finished()
+    entries = manager._storage.entries()
+    assert [one.step for one in entries if one.id is not None] == [0, 4, 6, 12]
 
 
 def test_a_step_that_is_none_is_refused_and_spoils_nothing(make: Make) -> None:
