@@ -28,8 +28,9 @@ from jaxft.status.live import Display, RunView
 FAILED = 1
 
 _FAIL_HELP = (
-    "What to kill: none, rank, smp, agent, host or hosts:N, with @step or @step:hostK. May be "
-    "given several times; by default a rank and then a host."
+    "What to kill: none, rank, smp (which holds a host's snapshots), agent (which supervises a "
+    "host), host (all of it) or hosts:N, with @step or @step:hostK. May be given several times; by "
+    "default a rank and then a host."
 )
 
 
