@@ -30,7 +30,7 @@ from jaxft.checkpoint import (
     StoredLeaf,
     names,
 )
-from jaxft.device.assembly import is_uncommitted, pair
+from jaxft.device.assembly import NAMED_MAX, check_same, is_uncommitted, pair
 from jaxft.device.leaves import decode_literal, describe, element, flatten, show, stored_shape
 from jaxft.device.placing import weaken
 from jaxft.errors import ConfigError, RestoreError, TreeMismatch
@@ -39,7 +39,6 @@ from jaxft.group.messages import StorageEntry
 from jaxft.sums import check_sums
 
 Names = tuple[str, ...]
-NAMED_MAX = 5
 
 
 @dataclass(frozen=True)
@@ -338,16 +337,7 @@ def _check_names(
     expected = {names(leaf.path) for leaf in leaves}
     missing = [show(leaf.path) for leaf in leaves if names(leaf.path) not in metadata]
     extra = [".".join(name) for name in metadata if strict and name not in expected]
-    problems = [
-        f"the {whose} lacks {', '.join(some[:NAMED_MAX])}{', ...' if some[NAMED_MAX:] else ''}"
-        for whose, some in (("checkpoint", missing), ("target", extra))
-        if some
-    ]
-    if problems:
-        raise TreeMismatch(
-            f"the target's leaves are not those of {item}: {'; '.join(problems)}. Restore into a "
-            "tree of the same structure as the one that was saved"
-        )
+    check_same(missing, extra, str(item))
 
 
 def _check_plain(leaf: Leaf, metadata: Any) -> None:

@@ -182,21 +182,29 @@ def _as_after_a_step(like: Any, found: Leaf) -> Any:
 def _check_paths(wanted: Sequence[Path], numbers: dict[Path, int], strict: bool) -> None:
     missing = [path for path in wanted if path not in numbers]
     extra = sorted(numbers.keys() - set(wanted), key=numbers.__getitem__) if strict else []
-    problems = []
-    if missing:
-        problems.append(f"the snapshot lacks {len(missing)} of the target: {_name(missing)}")
-    if extra:
-        problems.append(f"the target lacks {len(extra)} of the snapshot: {_name(extra)}")
+    check_same(list(map(show, missing)), list(map(show, extra)), "the snapshot")
+
+
+def check_same(missing: Sequence[str], extra: Sequence[str], saved: str) -> None:
+    """Raises TreeMismatch where the target's leaves are not those that were saved.
+
+    Args:
+        missing: names of leaves that only the target has.
+        extra: names of leaves that only `saved` has.
+        saved: "the snapshot", for example.
+    """
+    sides = ((saved, "the target", missing), ("the target", saved, extra))
+    problems = [
+        f"{one} lacks {len(some)} of {other}: {', '.join(some[:NAMED_MAX])}"
+        f"{', ...' if some[NAMED_MAX:] else ''}"
+        for one, other, some in sides
+        if some
+    ]
     if problems:
         raise TreeMismatch(
-            "the target's leaves are not the snapshot's: " + "; ".join(problems) + ". Restore into "
-            "a tree of the same structure as the one that was saved"
+            f"the target's leaves are not those of {saved}: {'; '.join(problems)}. Restore into a "
+            "tree of the same structure as the one that was saved"
         )
-
-
-def _name(paths: Sequence[Path]) -> str:
-    shown = ", ".join(show(path) for path in paths[:NAMED_MAX])
-    return shown + (", ..." if len(paths) > NAMED_MAX else "")
 
 
 def _check_leaf(found: Leaf, expected: Leaf) -> None:

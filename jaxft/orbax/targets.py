@@ -20,12 +20,11 @@ from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from jaxft.checkpoint import names, nest
+from jaxft.device.assembly import check_same
 from jaxft.device.leaves import decode_literal, element, flatten, show
 from jaxft.errors import TreeMismatch
 from jaxft.group.manifest import Leaf, Path
 from jaxft.orbax.items import Contents
-
-NAMED_MAX = 5
 
 
 class Unsupported(Exception):
@@ -120,16 +119,7 @@ def _check_names(wanted: Iterable[Path], by_name: Mapping[tuple[str, ...], int])
     wanted = list(wanted)
     missing = [show(path) for path in wanted if names(path) not in by_name]
     extra = [".".join(name) for name in by_name.keys() - {names(path) for path in wanted}]
-    problems = [
-        f"the {whose} lacks {', '.join(sorted(some)[:NAMED_MAX])}"
-        for whose, some in (("snapshot", missing), ("target", extra))
-        if some
-    ]
-    if problems:
-        raise TreeMismatch(
-            f"the target's leaves are not the snapshot's: {'; '.join(problems)}. Restore into a "
-            "tree of the same structure as the one that was saved"
-        )
+    check_same(sorted(missing), sorted(extra), "the snapshot")
 
 
 # -------------------------------------------------------------------- one leaf
