@@ -133,13 +133,12 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Form(msgspec.Struct, frozen=True):
-    """Write the generation, if the revisions in `expect` still hold; its reason is in it. `end` is
+    """Write the generation, if the revisions in `expect` still hold. `end` is
     what the job ends with after it, if it does."""
 
     generation: Generation
     expect: Mapping[str, int | None]
     delete: tuple[str, ...]
-    reason: str
     end: JobEnd | None = None
 
 
@@ -653,7 +652,7 @@ def _form(
         for number in view.progress
         if number < oldest and number != max(view.progress)
     ]
-    return Form(generation, expect, tuple(stale), generation.reason)
+    return Form(generation, expect, tuple(stale))
 
 
 def _and(there: str, left_out: Mapping[str, str]) -> str:
