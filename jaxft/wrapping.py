@@ -23,6 +23,7 @@ from __future__ import annotations
 import inspect
 import logging
 import time
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,7 @@ import numpy as np
 from jaxft.device import calls
 from jaxft.device.agreement import Agreement
 from jaxft.device.calls import Call
+from jaxft.device.cuts import places_of
 from jaxft.device.executables import Executables, found, key_of
 from jaxft.device.kept_step import bring_back
 from jaxft.device.memory import missing_bytes
@@ -429,7 +431,7 @@ class _Twins:
             )
             return None
         signature = _signature(call)
-        key = (signature, plan)
+        key = (signature, plan, places_of(call, values))
         twin = self._twins.get(key)
         outputs = self._seen.get(signature)
         has_room = twin is not None or len(self._twins) < TWINS_MAX
@@ -518,13 +520,17 @@ def _signature(call: Call) -> Hashable | None:
     return call.signature
 
 
+# What the next call of any wrapped step is given, by the snapshotter.
+_next_numbers: weakref.WeakKeyDictionary[Snapshotter, int] = weakref.WeakKeyDictionary()
+
+
 class _Numbers:
     """The number of the state that each call is given."""
 
     def __init__(self, snapshotter: Snapshotter, asked: Callable[..., int] | None) -> None:
         self._snapshotter = snapshotter
         self._asked = asked
-        self._next: int | None = None
+        self._is_first = True
         self._is_said = False  # by the state, of the last call
         self._last: Any = None
 
@@ -538,16 +544,35 @@ class _Numbers:
             own = _own_step(state)
             self._is_said = own is not None
             if own is not None and own is not self._last:
-                number = int(own)
-        if number is None:
-            number = self._next
-        if number is None:
-            number = self._snapshotter.step or 0
-        return number
+                number = self._heed(int(own))
+        return self._counted if number is None else number
+
+    @property
+    def _counted(self) -> int:
+        """One more than the last call of a wrapped step, or what was saved or restored since."""
+        return max(_next_numbers.get(self._snapshotter, 0), self._snapshotter.step or 0)
+
+    def _heed(self, own: int) -> int:
+        """What the state says of itself, unless it does not count the calls: what was restored was
+        counted by them then."""
+        counted = self._counted
+        if not self._is_first or self._snapshotter.step is None or own == counted:
+            return own
+        if own < counted:
+            _log.warning(
+                "jaxft.wrap: the state says that it is of step %d, and the last one of this job "
+                "was %d: it does not grow in each call, so calls are counted. Say "
+                "wrap(..., step=...) if they are to have other numbers",
+                own,
+                counted,
+            )
+            return counted
+        return own
 
     def gave(self, number: int, outputs: Any) -> None:
         """The step has given these: the next call is one step later if its state is among them."""
-        self._next = number + 1
+        self._is_first = False
+        _next_numbers[self._snapshotter] = number + 1
         self._last = _step_among(outputs) if self._is_said else None
 
 

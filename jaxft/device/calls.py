@@ -179,8 +179,8 @@ class Call:
         named = {name: arg for name, arg in kwargs.items() if name not in static.argnames}
         self.leaves, self.treedef = jax.tree_util.tree_flatten((dynamic, named))
         self._static = (
-            tuple([(number, args[number]) for number in sorted(numbers)]),
-            tuple([(name, kwargs[name]) for name in kwargs if name not in named]),
+            tuple([_static(number, args[number]) for number in sorted(numbers)]),
+            tuple([_static(name, kwargs[name]) for name in kwargs if name not in named]),
         )
 
     @functools.cached_property
@@ -242,6 +242,11 @@ def _surroundings() -> Hashable:
     known = getattr(getattr(jax, "_src", None), "config", None)
     found: Hashable = getattr(known, "trace_context", lambda: None)()
     return found
+
+
+def _static(where: int | str, value: Any) -> tuple[int | str, type, Any]:
+    """JAX tells 1, 1.0 and True apart, which are equal."""
+    return where, type(value), value
 
 
 def _look(leaf: Any) -> Hashable:

@@ -68,11 +68,10 @@ def cuts_of(
     call: Call, traced: Traced, plan: Plan, values: list[Any], devices: tuple[Device, ...]
 ) -> tuple[Cut, ...]:
     """What the program gives: the same on all processes."""
-    places = {id(leaf): place for place, leaf in enumerate(call.leaves)}
     columns: dict[Mesh, int] = {}
     cuts = []
-    for number, (leaf, value) in enumerate(zip(plan.leaves, values, strict=True)):
-        place = places.get(id(value))
+    found = zip(plan.leaves, values, places_of(call, values), strict=True)
+    for number, (leaf, value, place) in enumerate(found):
         if place is None or not _goes_along(value, traced.in_shardings[place], devices):
             continue
         rows = _rows(leaf, value.sharding)
@@ -82,6 +81,21 @@ def cuts_of(
             columns[value.sharding.mesh] += 1
         cuts.append(Cut(place, number, value.sharding, rows, column))
     return tuple(cuts)
+
+
+def places_of(call: Call, values: Sequence[Any]) -> tuple[int | None, ...]:
+    """Where the state's arrays are among the leaves of a call; None of what is none of these. An
+    array that is several of them has a place for each, as far as there are any. (In another call
+    that looks the same these are different arrays, so a twin is for these places alone.)"""
+    at: dict[int, list[int]] = {}
+    for place, leaf in enumerate(call.leaves):
+        if isinstance(leaf, ARRAY):
+            at.setdefault(id(leaf), []).append(place)
+    found: list[int | None] = []
+    for value in values:
+        places = at.get(id(value), [None])
+        found.append(places.pop(0) if len(places) > 1 else places[0])
+    return tuple(found)
 
 
 def _goes_along(value: Any, asked: Sharding | None, devices: tuple[Device, ...]) -> bool:

@@ -28,14 +28,14 @@ def public_pieces(array: jax.Array) -> Sequence[jax.Array]:
     Raises:
         RuntimeError: the array was deleted.
     """
-    return [shard.data for shard in array.addressable_shards]
+    return [piece for _, piece in _shards(array)]
 
 
 def kept_pieces(array: jax.Array) -> Sequence[jax.Array]:
     """The same, as the array keeps them."""
     pieces: Sequence[jax.Array] | None = _kept(array)
     # A deleted array keeps none; JAX's own way says so.
-    return public_pieces(array) if pieces is None else pieces
+    return public_pieces(array) if pieces is None or _is_one_of_many(array) else pieces
 
 
 @functools.cache
@@ -58,9 +58,26 @@ class Places:
         """
         found = self._known.get(array.sharding)
         if found is None:
-            shards = enumerate(array.addressable_shards)
-            found = self._known[array.sharding] = {one.device: number for number, one in shards}
+            shards = enumerate(_shards(array))
+            found = self._known[array.sharding] = {one[0]: number for number, one in shards}
         return found
+
+
+def _shards(array: jax.Array) -> list[tuple[Device, jax.Array]]:
+    """Each device with its piece.
+
+    Where this process has one device of several, an array that `device_put` has replicated from a
+    local one keeps a global array as its only piece, and `addressable_shards` fails (JAX 0.10).
+    """
+    if _is_one_of_many(array):
+        (device,) = array.sharding.addressable_devices
+        return [(device, array.addressable_data(0))]
+    return [(shard.device, shard.data) for shard in array.addressable_shards]
+
+
+def _is_one_of_many(array: jax.Array) -> bool:
+    sharding = array.sharding
+    return len(sharding.addressable_devices) == 1 < len(sharding.device_set)
 
 
 def piece_on(device: Device, array: jax.Array) -> jax.Array:

@@ -31,6 +31,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Device
 from jax.sharding import NamedSharding, Sharding
@@ -278,9 +279,14 @@ def _devices_of(
     leaves: Sequence[Any], in_shardings: Sequence[Sharding | None]
 ) -> tuple[Device, ...]:
     """The devices of a program with these arguments: several, if any argument is on several, or is
-    put there by it."""
-    shardings = [leaf.sharding for leaf in leaves if isinstance(leaf, ARRAY)]
+    put there by it. An argument that is not committed to its one device comes to where the others
+    are; where none is committed that is JAX's default device."""
+    arrays = [leaf for leaf in leaves if isinstance(leaf, ARRAY)]
+    shardings = [one.sharding for one in arrays if getattr(one, "committed", True)]
+    shardings += [one.sharding for one in arrays if len(one.sharding.device_set) > 1]
     shardings += filter(None, in_shardings)
+    if not shardings and arrays:
+        return tuple(jnp.zeros(()).devices())
     return max(map(in_order, shardings), key=len, default=())
 
 

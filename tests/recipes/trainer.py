@@ -40,11 +40,14 @@ def main() -> None:
         return int(path.read_text()) if path.exists() else 1 << 60
 
     jaxft.initialize()
-    sharding = NamedSharding(jaxft.make_mesh({"data": -1}), P("data"))
+    mesh = jaxft.make_mesh({"data": -1})
+    sharding = NamedSharding(mesh, P("data"))
     first = np.arange(SIZE, dtype=np.int32)
     state = {"w": jax.make_array_from_callback((SIZE,), sharding, lambda at: first[at])}
+    # Never trained, and put on all devices from a local array.
+    state["frozen"] = jax.device_put(jnp.arange(3.0), NamedSharding(mesh, P()))
     # The sum of all elements is what it is: no rank gets further without the others.
-    train = jax.jit(lambda state: {"w": state["w"] + 1000 + 0 * jnp.sum(state["w"])})
+    train = jax.jit(lambda state: {**state, "w": state["w"] + 1000 + 0 * jnp.sum(state["w"])})
     step = 0
     fallback = jaxft.OrbaxFallback(str(base / "checkpoints"), every=1_000_000)
     with jaxft.Snapshotter(every=3, fallback=fallback) as snapshotter:
@@ -52,6 +55,7 @@ def main() -> None:
         if restored is not None:
             state, step = restored.state, restored.step
             shards = state["w"].addressable_shards
+            assert (state["frozen"].addressable_data(0) == jnp.arange(3.0)).all()
             right = all((each.data == first[each.index] + 1000 * step).all() for each in shards)
             say(restored=step, source=restored.source, right=bool(right))
         while step < last():
