@@ -92,7 +92,9 @@ def wrap(
     2. what `step(*args, **kwargs)` gives for the call's arguments;
     3. the `step` of a state that has one, such as Flax's `TrainState`. It is read where the state
        is not the one that the last call gave; else the number is one more than in the last call;
-    4. the number of calls, going on from what was restored or saved last, from 0 otherwise.
+    4. the number of calls, of all wrapped steps of the snapshotter together, going on from what
+       was restored or saved last, from 0 otherwise. So it is, with a warning, where a state that
+       was restored says less than that: its `step` does not grow in each call.
     Likewise, what is saved beside it is the keyword `jaxft_extras`, or what
     `extras(*args, **kwargs)` gives in a call that is due, or None.
 
@@ -115,9 +117,16 @@ def wrap(
     Raises:
         ConfigError: options that cannot work.
     """
-    names = (state,) if isinstance(state, int | str) else tuple(state)
-    if not names or not all(isinstance(name, int | str) for name in names):
-        raise ConfigError(f"wrap(state={state!r}): expected positions or names of arguments")
+    several = isinstance(state, Sequence) and not isinstance(state, str)
+    names: tuple[Any, ...] = tuple(state) if several else (state,)
+    are_names = bool(names) and all(isinstance(name, int | str) for name in names)
+    if not are_names or len(set(names)) < len(names):
+        raise ConfigError(
+            f"wrap(state={state!r}): expected positions or names of arguments, each once"
+        )
+    for option, given in (("step", step), ("extras", extras)):
+        if given is not None and not callable(given):
+            raise ConfigError(f"wrap({option}={given!r}): expected a function of the arguments")
     if not callable(train_step):
         raise ConfigError(f"wrap({train_step!r}): expected a function")
     if isinstance(train_step, WrappedStep):

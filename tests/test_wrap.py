@@ -651,12 +651,16 @@ def test_a_leaf_that_cannot_be_copied_is_in_the_receipt(
     ("options", "message"),
     [
         ({"state": ()}, r"state=\(\)"),
-        ({"state": 1.5}, "not iterable|state=1.5"),
+        ({"state": 1.5}, "state=1.5"),
+        ({"state": None}, "state=None"),
+        ({"state": (0, 0)}, "each once"),
+        ({"step": 3}, "step=3"),
+        ({"extras": {}}, "extras={}"),
         ({"donate_argnums": 0}, "it where it is jitted"),
     ],
 )
 def test_options_that_cannot_work(lone: Lone, options: dict[str, Any], message: str) -> None:
-    with lone.open() as snapshotter, pytest.raises((jaxft.ConfigError, TypeError), match=message):
+    with lone.open() as snapshotter, pytest.raises(jaxft.ConfigError, match=message):
         jaxft.wrap(jax.jit(operator.neg), snapshotter, **options)
 
 
