@@ -117,8 +117,9 @@ def wrap(
     Raises:
         ConfigError: options that cannot work.
     """
-    several = isinstance(state, Sequence) and not isinstance(state, str)
-    names: tuple[Any, ...] = tuple(state) if several else (state,)
+    names: tuple[Any, ...] = (state,)
+    if isinstance(state, Sequence) and not isinstance(state, str):
+        names = tuple(state)
     are_names = bool(names) and all(isinstance(name, int | str) for name in names)
     if not are_names or len(set(names)) < len(names):
         raise ConfigError(
