@@ -1,4 +1,4 @@
-"""A world whose snapshots go to storage, for tests of persist helpers: SMPs and helpers are real."""
+"""A world whose snapshots go to storage, for tests of helpers: these and SMPs are real."""
 
 from __future__ import annotations
 
