@@ -24,7 +24,8 @@ from jaxft.errors import RestoreError
 
 SUMS = "jaxft-sums-"
 _OWN = "ocdbt.process_"
-_BLOCK = 4 << 20
+# Small enough to be summed where it was read to, in the cache.
+_BLOCK = 1 << 18
 _THREADS = 4
 
 
