@@ -34,8 +34,10 @@ def public_pieces(array: jax.Array) -> Sequence[jax.Array]:
 def kept_pieces(array: jax.Array) -> Sequence[jax.Array]:
     """The same, as the array keeps them."""
     pieces: Sequence[jax.Array] | None = _kept(array)
-    # A deleted array keeps none; JAX's own way says so.
-    return public_pieces(array) if pieces is None or _is_one_of_many(array) else pieces
+    # A deleted array keeps none; JAX's own way says so. An only one may be something else.
+    if pieces is None or (len(pieces) == 1 and _is_one_of_many(array)):
+        return public_pieces(array)
+    return pieces
 
 
 @functools.cache

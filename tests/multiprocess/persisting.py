@@ -187,6 +187,20 @@ class World:
         ]
         return results[-1] if results else ""
 
+    def written(self, step: int) -> int:
+        """Takes this step, and has the one after it written. Which step that is."""
+        self.take(step)
+        last, result, _ = self.persist(step + 1)
+        assert result == "written"
+        return last
+
+    def struck(self, step: int, point: str, place: int) -> int:
+        """The same, with the helper at this place killed at this point."""
+        self.take(step)
+        last, result, _ = self.persist(step + 1, {place: f"{point}=kill"})
+        assert "status -9" in result, (point, result)
+        return last
+
     def announced(self, kind: str) -> list[dict[str, Any]]:
         heard = [one for one in list(self.hosts[0].heard) if isinstance(one, p.Announced)]
         return [one.detail for one in heard if one.kind == kind]

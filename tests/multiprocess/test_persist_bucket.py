@@ -33,20 +33,13 @@ def test_a_helper_killed_while_it_writes_to_a_bucket_loses_no_checkpoint(
         fallback = OrbaxFallback(directory)
         world = World(hosts, directory)
         try:
-            world.take(1)
-            last, result, _ = world.persist(2)
-            assert result == "written"
-            step = last
+            step = last = world.written(1)
             for point, place in IN_A_BUCKET.items():
-                world.take(step + 1)
-                step, result, _ = world.persist(step + 2, {place: f"{point}=kill"})
-                assert "status -9" in result, (point, result)
+                step = world.struck(step + 1, point, place)
                 steps = [entry.step for entry in fallback.entries()]
                 assert steps[-1] == (last if point == "persist.writing" else step), point
                 assert plainly(directory, last) == expected(last)
-            world.take(step + 1)
-            after, result, _ = world.persist(step + 2)
-            assert result == "written"
+            after = world.written(step + 1)
             # The one before was whole, and has got its step's name.
             assert [entry.step for entry in fallback.entries()] == [step, after]
             assert {path.name for path in epath.Path(directory).iterdir()} == {
