@@ -51,7 +51,6 @@ COPY_S = 120.0
 RESULT_S = 60.0
 CAUSE_S = 1.0
 WHOLE_S = 3600.0
-HEARTBEAT_S = 100
 LOOPBACK = "127.0.0.1"
 
 
@@ -130,21 +129,19 @@ class Helper:
 
         import jaxft.export
         import jaxft.restorer  # noqa: F401
-        from jaxft.startup import gloo_listens_at
+        from jaxft.meeting import meet
 
         if self.env.ranks > 1:
             coordinator = self.client.wait(
                 lambda: self._order_is("coordinator"), MEET_S, "the first host's helper"
             ).coordinator
-            gloo_listens_at(self.env.address)
-            jax.distributed.initialize(
-                coordinator_address=coordinator,
-                coordinator_bind_address=coordinator,
-                num_processes=self.env.ranks,
-                process_id=self.env.rank,
-                initialization_timeout=MEET_S,
-                heartbeat_timeout_seconds=HEARTBEAT_S,
-                shutdown_timeout_seconds=int(RESULT_S),
+            meet(
+                coordinator,
+                self.env.ranks,
+                self.env.rank,
+                address=self.env.address,
+                timeout_s=MEET_S,
+                leave_timeout_s=int(RESULT_S),
             )
             # Connects them: the first collective would else come while the checkpoint is written.
             multihost_utils.sync_global_devices("ready")

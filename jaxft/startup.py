@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import msgspec
-from jax._src import xla_bridge
 
 from jaxft import config
 from jaxft.config import RankEnv, host_name
@@ -33,6 +32,7 @@ from jaxft.errors import ConfigError
 from jaxft.group.messages import RankOptions
 from jaxft.host.attach import Seat, attach, default_job
 from jaxft.host.enlist import Crew, Enlist, enlist
+from jaxft.meeting import meet
 from jaxft.overhead import Auto
 from jaxft.schedule import parse_interval
 from jaxft.watched import calls_page
@@ -40,7 +40,6 @@ from jaxft.watched import calls_page
 if TYPE_CHECKING:
     from jaxft.fallback import OrbaxFallback
 
-HEARTBEAT_S = 100
 INITIALIZE_S = 300
 FAILED_S = 2.0
 
@@ -78,27 +77,7 @@ def initialize() -> None:
         jax.config.update(  # type: ignore[no-untyped-call]
             "jax_cpu_collectives_implementation", "gloo"
         )
-    gloo_listens_at(env.address)
-    jax.distributed.initialize(
-        coordinator_address=env.coordinator,
-        num_processes=env.ranks,
-        process_id=env.rank,
-        coordinator_bind_address=env.coordinator,  # JAX would listen on every interface
-        initialization_timeout=INITIALIZE_S,
-        heartbeat_timeout_seconds=HEARTBEAT_S,
-    )
-
-
-def gloo_listens_at(address: str) -> None:
-    """Tells Gloo, by which CPU devices of several hosts talk, where this host is ("": nothing).
-
-    It listens at what the host's own name resolves to, which on many machines is 127.0.1.1, and JAX
-    has no option for it. Should its own call for this be gone, the host's name decides again.
-    """
-    xla = getattr(xla_bridge, "_jax", None)
-    make = getattr(xla, "make_gloo_tcp_collectives", None)
-    if address and xla is not None and make is not None:
-        xla.make_gloo_tcp_collectives = functools.partial(make, hostname=address)
+    meet(env.coordinator, env.ranks, env.rank, address=env.address, timeout_s=INITIALIZE_S)
 
 
 def surroundings() -> dict[str, str]:
