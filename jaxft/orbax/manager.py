@@ -26,6 +26,7 @@ import orbax.checkpoint as ocp
 from jaxft.config import RankEnv
 from jaxft.device.transfer import Staging
 from jaxft.errors import ConfigError, JobInUse
+from jaxft.group.world import Code
 from jaxft.orbax.descriptions import step_metadata
 from jaxft.orbax.ending import closed, keep_newest, open_at, opened
 from jaxft.orbax.items import DEFAULT, Contents, Held, hold, is_composite, refusal
@@ -53,11 +54,11 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
             not block for it. Steps on storage are then at least `save_interval_steps` from each
             other, but not exactly; only that and `max_to_keep` are heeded; and what is saved is one
             item without a name.
-        staging, timeout_s: as for `jaxft.Snapshotter`.
+        staging, store, code, timeout_s: as for `jaxft.Snapshotter`.
 
     All of Orbax's methods are there; docs/orbax.md has a table of what each does. A manager that is
     `read_only`, or is made of `checkpointers` (Orbax's older interface), is Orbax's alone, and so
-    is a process's second one under `jaxft run`.
+    is a process's second one under `jaxft run` or with a store.
 
     Raises:
         ConfigError: an option that cannot work.
@@ -78,6 +79,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
         every: int | str | Auto | None = None,
         helpers: bool = False,
         staging: Staging | None = None,
+        store: str = "",
+        code: Code | str = "",
         timeout_s: float = 600.0,
     ) -> None:
         self._options = options or ocp.CheckpointManagerOptions()
@@ -108,7 +111,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
             return
         if every is None:
             every = Auto()
-        self._open_memory(every, staging, timeout_s)
+        self._open_memory(every, staging, store, code, timeout_s)
 
     def _why_not_in_memory(self, checkpointers: Any) -> str:
         if self._options.read_only:
@@ -120,7 +123,12 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
         return ""
 
     def _open_memory(
-        self, every: int | str | Auto, staging: Staging | None, timeout_s: float
+        self,
+        every: int | str | Auto,
+        staging: Staging | None,
+        store: str,
+        code: Code | str,
+        timeout_s: float,
     ) -> None:
         seat = RankEnv.from_environ()
         job = None
@@ -136,6 +144,8 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
                 staging=staging,
                 fallback=self._storage,
                 job=job,
+                store=store,
+                code=code,
                 timeout_s=timeout_s,
             )
         except JobInUse as error:
@@ -148,7 +158,7 @@ class CheckpointManager(ocp.AbstractCheckpointManager):  # type: ignore[misc]
             return
         self._memory = Memory(snapshotter, self._storage)
         opened(self)
-        if seat is not None:
+        if seat is not None or store:
             _seats.add(seat)
 
     def _replace(self) -> None:

@@ -100,9 +100,9 @@ class Crew:
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            for one in self.ranks:
-                one.poll()
             time.sleep(0.02)
+        for one in self.ranks:
+            one.wait(WAIT_S)
 
 
 @pytest.fixture
@@ -153,3 +153,17 @@ def test_the_next_start_of_a_script_goes_on_from_the_memory_of_the_one_before(cr
     assert last - 3 < newest <= last
     # But for notes for the next run of the job.
     assert [path for path in (crew.base / "run").rglob("*") if path.name[0] != "."] == []
+
+
+def test_a_manager_goes_on_from_the_memory_of_the_start_before(crew: Crew) -> None:
+    directory = str(crew.base / "managed")
+    crew.start(MANAGED=directory)
+    crew.until(lambda: crew.newest("latest") >= 6, "snapshots")
+    crew.ranks[0].kill()
+    crew.until_gone()
+    crew.until(lambda: not crew.processes("jaxft.launch.crew"), "end of the agents")
+
+    crew.start(MANAGED=directory)
+    crew.until(lambda: crew.newest("restored") >= 6, "restore")
+    assert all(all(crew.said(rank, "right")) for rank in range(3))
+    assert all(step < 6 for step in crew.said(0, "on_storage")[0])
