@@ -19,19 +19,12 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxft.bucket import Bucket, directory_at
-from jaxft.checkpoint import (
-    BYTES,
-    TREE,
-    Record,
-    StoredLeaf,
-    names,
-    nest,
-    place,
-)
+from jaxft.checkpoint import BYTES, TREE, Record
 from jaxft.device.assembly import Stored, Table, Targets, match
 from jaxft.device.leaves import decode_literal, element, stored_shape
 from jaxft.group.manifest import Leaf, Manifest, SnapshotId
 from jaxft.group.messages import Lineage
+from jaxft.orbax_tree import StoredLeaf, names, nest, place
 from jaxft.sums import write_sums
 
 

@@ -23,19 +23,14 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxft.bucket import directory_at, whole_name
-from jaxft.checkpoint import (
-    BYTES,
-    TREE,
-    Record,
-    StoredLeaf,
-    names,
-)
+from jaxft.checkpoint import BYTES, TREE, Record
 from jaxft.device.assembly import NAMED_MAX, check_same, is_uncommitted, pair
 from jaxft.device.leaves import decode_literal, describe, element, flatten, show, stored_shape
 from jaxft.device.placing import weaken
 from jaxft.errors import ConfigError, RestoreError, TreeMismatch
 from jaxft.group.manifest import Leaf
 from jaxft.group.messages import StorageEntry
+from jaxft.orbax_tree import StoredLeaf, names
 from jaxft.sums import check_sums
 
 Names = tuple[str, ...]

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import tests.device.conftest  # noqa: F401 (eight devices)
 from jaxft import OrbaxFallback, faults
-from jaxft.checkpoint import BY_HAND, Directory, Record, nest, place
+from jaxft.checkpoint import BY_HAND, Directory, Record
 from jaxft.device.leaves import empty_nodes
 from jaxft.device.mesh import make_mesh
 from jaxft.device.placing import assemble
@@ -28,6 +28,7 @@ from jaxft.errors import ConfigError, JaxftError, RestoreError, SnapshotLost, Tr
 from jaxft.export import copies, write
 from jaxft.group.manifest import Leaf, SnapshotId
 from jaxft.group.messages import Lineage, StorageEntry
+from jaxft.orbax_tree import nest, place
 from jaxft.sums import SUMS, check_sums
 from tests.device.snapshots import assert_same, raw, take
 

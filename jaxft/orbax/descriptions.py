@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxft.checkpoint import nest
 from jaxft.device.leaves import element
 from jaxft.group.manifest import Leaf
 from jaxft.orbax.items import DEFAULT, Contents
+from jaxft.orbax_tree import nest
 
 
 class Tree(dict[str, Any]):

@@ -19,12 +19,12 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from jaxft.checkpoint import names, nest
 from jaxft.device.assembly import check_same
 from jaxft.device.leaves import decode_literal, element, flatten, show
 from jaxft.errors import TreeMismatch
 from jaxft.group.manifest import Leaf, Path
 from jaxft.orbax.items import Contents
+from jaxft.orbax_tree import names, nest
 
 
 class Unsupported(Exception):
