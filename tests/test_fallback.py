@@ -281,6 +281,18 @@ def test_a_single_array_and_a_state_of_scalars(tmp_path: Path) -> None:
         assert_same(OrbaxFallback(tmp_path).restore(entry, tree)[0], tree)
 
 
+def test_numpy_in_the_target_takes_what_a_step_made_of_it(tmp_path: Path) -> None:
+    first = {
+        "w": np.ones((4, 2)),
+        "n": np.int32(0),
+        "none": np.zeros((0, 3)),
+        "eighth": np.ones(3, "float8_e4m3"),
+    }
+    tree = jax.tree.map(lambda leaf: jnp.asarray(leaf) + jnp.asarray(leaf), first)
+    entry = save(tmp_path, tree, 1)
+    assert_same(OrbaxFallback(tmp_path).restore(entry, first)[0], tree)
+
+
 @pytest.mark.parametrize("wrote", ["jaxft", "orbax"])
 @pytest.mark.parametrize(
     ("change", "says"),

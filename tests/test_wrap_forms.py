@@ -228,6 +228,27 @@ def test_an_odd_state_case_11(lone: Lone, kind: str) -> None:
         assert twins_of(wrapped) == 1
 
 
+def test_a_state_of_numpy_is_restored_into_what_the_script_begins_with(lone: Lone) -> None:
+    bare = jax.jit(grow)
+    for begun in (0, 3):
+        state = {"w": np.ones((40, 40)), "n": np.int32(1), "count": 1}
+        with lone.open(every=1) as snapshotter:
+            restored = snapshotter.restore(state)
+            assert (restored is None) == (begun == 0)
+            if restored is not None:
+                state = restored.state
+                assert restored.step == begun
+            wrapped = jaxft.wrap(jax.jit(grow), snapshotter)
+            for number in range(begun, 4):
+                expected = bits(bare(state))
+                state = wrapped(state)
+                assert bits(state) == expected
+                assert wrapped.receipt is not None
+                assert wrapped.receipt.step == number
+                if wrapped.receipt.skipped is None:  # what was restored is saved already
+                    wrapped.receipt.protected.result(WAIT_S)
+
+
 @pytest.mark.parametrize("kind", ["nothing", "no elements", "NumPy"])
 def test_a_state_without_arrays_of_the_program(
     lone: Lone, kind: str, caplog: pytest.LogCaptureFixture

@@ -5,7 +5,8 @@ which bytes this process has to have, and `reads` in which order `placing.assemb
 
 The rules:
 - Leaves are found by path. Shape, dtype and kind must be the target's; nothing is cast or padded. A
-  Python number in the target takes the scalar array that was saved in its place.
+  Python number, or an array or scalar of NumPy's, in the target takes the array that was saved in
+  its place, if a jitted step can have made that of it.
 - The target's mesh may be any: what a device needs is looked up by index, not by rank or device.
 """
 
@@ -166,16 +167,22 @@ def pair(
 
 
 def _as_after_a_step(like: Any, found: Leaf) -> Any:
-    """A Python number in the target stands for the scalar array that a jitted step made of it, as
-    with Linen's `TrainState.create`, whose `step` is the int 0: what was saved comes back."""
-    kinds = {bool: np.bool_, int: np.integer, float: np.floating}
-    kind = kinds.get(type(like))
-    if kind is None or found.kind != "array" or found.shape != ():
+    """A Python number in the target, or what is NumPy's, stands for the array that a jitted step
+    made of it (Linen's `TrainState.create` has the int 0 for its `step`): what was saved comes
+    back, where JAX puts such a number."""
+    if found.kind != "array":
         return like
-    if not jnp.issubdtype(element(found), kind):
-        return like
+    if type(like) is np.ndarray or isinstance(like, np.generic):
+        if like.dtype.kind in "SUmM":  # never an array of JAX's
+            return like
+        shape, dtype = like.shape, jax.dtypes.canonicalize_dtype(like.dtype)
+    else:
+        kind = {bool: np.bool_, int: np.integer, float: np.floating}.get(type(like))
+        if kind is None or found.shape != () or not jnp.issubdtype(element(found), kind):
+            return like
+        shape, dtype = (), element(found)
     return jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
-        (), element(found), weak_type=found.weak_type
+        shape, dtype, weak_type=found.weak_type
     )
 
 

@@ -180,7 +180,10 @@ SAVED = {"a": {"w": jnp.ones((4, 3))}, "n": np.ones(2), "k": jax.random.key(0), 
     [
         ({"a": {"w": jnp.ones((4, 4))}}, r"leaf \['a'\]\['w'\].*\[4, 4\].*\[4, 3\].*another shape"),
         ({"a": {"w": jnp.ones((4, 3), jnp.int32)}}, r"\['a'\]\['w'\].*int32.*float32.*dtype"),
-        ({"a": {"w": np.ones((4, 3))}}, r"\['a'\]\['w'\].*numpy float64.*array float32.*kind"),
+        ({"a": {"w": np.ones((4, 4))}}, r"\['a'\]\['w'\].*\[4, 4\].*\[4, 3\].*another shape"),
+        ({"a": {"w": np.ones((4, 3), "f2")}}, r"\['a'\]\['w'\].*float16.*float32.*another dtype"),
+        ({"a": {"w": np.full((4, 3), "x")}}, r"\['a'\]\['w'\].*numpy <U1.*array float32.*kind"),
+        ({"n": jnp.ones(2)}, r"leaf \['n'\].*array float32\[2\].*numpy float64\[2\].*kind"),
         ({"n": np.ones(3)}, r"leaf \['n'\].*numpy float64\[3\].*\[2\]"),
         ({"k": jax.random.key(0, impl="rbg")}, r"leaf \['k'\].*key<rbg>.*key<threefry2x32>"),
         ({"k": jnp.zeros(2, jnp.uint32)}, r"leaf \['k'\].*array uint32\[2\].*key"),
@@ -245,6 +248,29 @@ def test_a_number_in_the_target_takes_the_array_that_a_step_made_of_it():
         take(saved).restore({"step": 0.0, "scale": 1.0, "x": jnp.zeros(4)})
     with pytest.raises(TreeMismatch, match="x"):
         take(saved).restore({"step": 0, "scale": 1.0, "x": 0.0})
+
+
+@pytest.mark.parametrize("is_small", [False, True])
+def test_numpy_in_the_target_takes_the_array_that_a_step_made_of_it(is_small: bool) -> None:
+    """A script makes its state with NumPy, and gives the same again after a crash."""
+    count = 3 if is_small else 300
+    first = {
+        "params": np.linspace(0, 1, 64 * count).reshape(
+            64, count
+        ),  # float64, of which JAX has half
+        "half": np.ones((64, 3), jnp.bfloat16),
+        "step": np.int32(0),
+        "array": np.array(0, np.int64),
+        "seen": np.bool_(False),
+    }
+    mesh = make_mesh({"data": -1})
+    step = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf * leaf + leaf, state))
+    saved = step(first)
+    saved["params"] = jax.device_put(saved["params"], NamedSharding(mesh, P("data")))
+    restored = take(saved, 4).restore(first)
+    assert_same(restored, jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf)), saved))
+    assert_same(step(restored), step(jax.device_get(saved)))
+    assert_same(take(first).restore(first), first)  # before the first step it is NumPy's own
 
 
 def test_what_each_process_has_to_itself_comes_back_to_it():
