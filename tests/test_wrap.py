@@ -21,9 +21,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxft
-from jaxft import wrapping
 from jaxft.device import transfer
 from jaxft.device.leaves import SUB_BYTE_BITS
+from jaxft.wrapped import twins
+from jaxft.wrapping import WrappedStep
 from tests.device.snapshots import assert_same, raw
 from tests.device.test_leaves import DTYPES, every_pattern
 from tests.multiprocess.jax_world import WAIT_S
@@ -62,7 +63,7 @@ def shape_of(tree: Any) -> Any:
     return jax.tree.map(struct, tree)
 
 
-def twins_of(wrapped: wrapping.WrappedStep) -> int:
+def twins_of(wrapped: WrappedStep) -> int:
     return len(wrapped._twins._twins)
 
 
@@ -581,7 +582,7 @@ def test_a_version_of_jax_that_does_not_say(
 
 def test_more_leaves_than_the_limit(lone: Lone, caplog: pytest.LogCaptureFixture) -> None:
     step = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state))
-    state = [jnp.float32(number) for number in range(wrapping.LEAVES_MAX + 1)]
+    state = [jnp.float32(number) for number in range(twins.LEAVES_MAX + 1)]
     assert_staged(lone, caplog, step, "1001 leaves, and the limit is 1000", state)
 
 
@@ -744,7 +745,7 @@ def test_other_ranks_that_never_take_part(lone: Lone, caplog: pytest.LogCaptureF
             wrapped.receipt.protected.result(WAIT_S)
         assert x.tolist() == [10.0] * 3
     # The first call is like none before it, and this rank says no itself.
-    assert asked == list(range(1 + wrapping.TRIES_MAX))
+    assert asked == list(range(1 + twins.TRIES_MAX))
     (warning,) = refused(caplog)
     assert "the other ranks do not run it" in warning
 
@@ -756,13 +757,13 @@ def test_a_restart_does_not_compile(
     lone: Lone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiles: list[int] = []
-    compile_twin = wrapping.LoweredTwin.compile
+    compile_twin = twins.LoweredTwin.compile
 
     def counted(lowered: Any) -> Any:
         compiles.append(1)
         return compile_twin(lowered)
 
-    monkeypatch.setattr(wrapping.LoweredTwin, "compile", counted)
+    monkeypatch.setattr(twins.LoweredTwin, "compile", counted)
     for _ in range(2):
         step = jax.jit(update, donate_argnums=0)
         with lone.open(every=1) as snapshotter:

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxft
-from jaxft import wrapping
+from jaxft.wrapped import twins
 from tests.multiprocess.jax_world import WAIT_S
 from tests.multiprocess.lone import Lone, read_back
 from tests.test_wrap import bits, copied, mesh_of, refused, replicated, shape_of, train, twins_of
@@ -446,7 +446,7 @@ def test_a_twin_that_does_not_fit_is_not_run(
     lone: Lone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A device that is full is no reason for training to end."""
-    monkeypatch.setattr(wrapping, "missing_bytes", lambda compiled, devices: 7)
+    monkeypatch.setattr(twins, "missing_bytes", lambda compiled, devices: 7)
     step = jax.jit(update, donate_argnums=0)
     with lone.open(every=1) as snapshotter:
         wrapped = jaxft.wrap(step, snapshotter)

@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxft
-from jaxft import wrapping
+from jaxft.wrapped import twins
 
 optimizer = optax.adamw(1e-2)
 
@@ -124,18 +124,18 @@ def train_wrapped(
     """The same training, where the step takes the snapshots."""
     rank = jax.process_index()
     compiled: list[int] = []
-    compile_twin = wrapping.LoweredTwin.compile
+    compile_twin = twins.LoweredTwin.compile
 
     def counted(lowered: Any) -> Any:
         compiled.append(1)
         return compile_twin(lowered)
 
-    wrapping.LoweredTwin.compile = counted  # type: ignore[method-assign]
+    twins.LoweredTwin.compile = counted  # type: ignore[method-assign]
     wrapped = jaxft.wrap(step_fn, snapshotter)
     mesh = jax.tree.leaves(state)[0].sharding.mesh
     digest = make_digest(mesh)
     if options["wrap"] == "not 1":
-        wrapping.AGREE_S = 0.2
+        twins.AGREE_S = 0.2
         if rank == 1:
             wrapped._twins.refuse("this is a test")
     for step in range(start + 1, options["steps"] + 1):
@@ -151,8 +151,8 @@ def train_wrapped(
             skipped=receipt.skipped,
             parity=receipt.parity,
         )
-    twins = len(wrapped._twins._twins)
-    say("done", latest=snapshotter.latest, twins=twins, compiled=len(compiled))
+    made = len(wrapped._twins._twins)
+    say("done", latest=snapshotter.latest, twins=made, compiled=len(compiled))
 
 
 def main() -> None:
