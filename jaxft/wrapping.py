@@ -27,7 +27,7 @@ from jaxft.device.executables import Executables
 from jaxft.errors import ConfigError
 from jaxft.receipt import Receipt
 from jaxft.snapshotter import Snapshotter
-from jaxft.wrapped.arguments import Place, places, tree_of
+from jaxft.wrapped.arguments import Doubt, Place, places, tree_of
 from jaxft.wrapped.numbers import Numbers
 from jaxft.wrapped.run import Run
 from jaxft.wrapped.twins import Twins, brief
@@ -84,8 +84,14 @@ def wrap(
     a plain function that looks at values), or whose state has more than LEAVES_MAX leaves, is
     called as it is, and the state is staged before, as `save` does it. A warning says why, once.
 
+    What the step closes over (a NumPy array, say) must not change once it is traced: its bytes are
+    constants of its programs then, and the second version is made later.
+
     Raises:
-        ConfigError: options that cannot work.
+        ConfigError: options that cannot work. The first call raises it where nothing of `state` is
+            among what the step gives back and the step holds arrays or nnx modules itself
+            (`functools.partial`, `nnx.cached_partial`): the state is in there then, and would not
+            be saved. Any call does within jit, vmap or the like, where nothing can be saved.
     """
     names: tuple[Any, ...] = (state,)
     if isinstance(state, Sequence) and not isinstance(state, str):
@@ -128,6 +134,7 @@ def wrap(
         snapshotter,
         twins,
         places(train_step, names),
+        Doubt(train_step, names),
         Numbers(snapshotter, step),
         extras,
         jitting if is_plain else None,
@@ -149,6 +156,7 @@ class WrappedStep:
         snapshotter: Snapshotter,
         twins: Twins,
         state: tuple[Place, ...],
+        doubt: Doubt,
         numbers: Numbers,
         extras: Callable[..., Any] | None,
         jitting: dict[str, Any] | None,
@@ -159,6 +167,7 @@ class WrappedStep:
         self._snapshotter = snapshotter
         self._twins = twins
         self._state = state
+        self._doubt: Doubt | None = doubt
         self._numbers = numbers
         self._extras = extras
         self._jitting = jitting
@@ -167,12 +176,12 @@ class WrappedStep:
         self, *args: Any, jaxft_step: int | None = None, jaxft_extras: Any = None, **kwargs: Any
     ) -> Any:
         """The step's outputs; what it raises comes through."""
-        state = [place.of(args, kwargs) for place in self._state]
-        if self.receipt is None and any(map(_is_traced, jax.tree_util.tree_leaves(state))):
+        if calls.is_traced():
             raise ConfigError(
                 "the wrapped step was called within jit (or grad, scan, eval_shape, ...), where it "
                 "would be run once and never again: call it as it is, or trace the step itself"
             )
+        state = [place.of(args, kwargs) for place in self._state]
         if self._jitting is not None:
             self._jit(self._jitting, args, kwargs)
 
@@ -181,12 +190,14 @@ class WrappedStep:
                 return self._extras(*args, **kwargs)
             return jaxft_extras
 
-        run = Run(self._step, self._twins, args, kwargs)
+        check = None if self._doubt is None else self._doubt.about(state)
+        run = Run(self._step, self._twins, args, kwargs, check)
         number = self._numbers.of(state, args, kwargs, jaxft_step)
         self.receipt = self._snapshotter.save_within(
             number, lambda: tree_of(state), extras, run.within
         )
         outputs = run.finish()
+        self._doubt = None
         self.has_twin = run.is_twin
         self.receipt.stall_s = max(0.0, self.receipt.stall_s - run.within_s)
         self._numbers.gave(self.receipt.step, outputs)
@@ -195,6 +206,10 @@ class WrappedStep:
     def _jit(self, options: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Jits a plain function, now that it is known what it is called with; if that can be."""
         self._jitting = None
+        if self._doubt is not None and self._doubt.is_holder:
+            # Tracing it, where it changes them, would leave them in pieces.
+            self._twins.refuse("it is a plain function, and holds nnx modules: jit it yourself")
+            return
         if calls.has_nnx((args, kwargs)):
             from flax import nnx
 
@@ -219,7 +234,3 @@ class WrappedStep:
                 "step's program nothing is donated, and its state takes twice its memory: say "
                 "wrap(..., donate_argnums=...), or wrap the jitted function itself"
             )
-
-
-def _is_traced(leaf: Any) -> bool:
-    return isinstance(leaf, jax.core.Tracer)

@@ -115,6 +115,101 @@ def test_other_steps_of_flax_nnx(lone: Lone, kind: str) -> None:
         assert twins_of(wrapped) == 1
 
 
+def fit_model(model: Model, x: Any) -> Any:
+    model.w[...] = model.w[...] * 1.01 + x.mean()
+    return model.w[...].sum()
+
+
+def cached(step: Any, *arguments: Any) -> Any:
+    with nnx.set_graph_mode(True), nnx.set_graph_updates(True):
+        return nnx.cached_partial(step, *arguments)
+
+
+def by_mean(state: Any, x: Any) -> Any:
+    return update(state, x.mean())
+
+
+MODEL = Model()
+
+HOLDING: dict[str, Callable[[], Any]] = {
+    "arrays": lambda: functools.partial(jax.jit(by_mean), first_state()),
+    "arrays in a closure": lambda: (lambda state: jax.jit(lambda x: by_mean(state, x)))(
+        first_state()
+    ),
+    "a module": lambda: functools.partial(nnx.jit(fit_model), Model()),
+    "a module in a closure": lambda: (lambda model: lambda x: nnx.jit(fit_model)(model, x))(
+        Model()
+    ),
+    "a global module": lambda: lambda x: nnx.jit(fit_model)(MODEL, x),
+    "a module in a cache": lambda: cached(
+        nnx.jit(fit_model, graph=True, graph_updates=True), Model()
+    ),
+}
+
+
+@pytest.mark.parametrize("what", HOLDING)
+@pytest.mark.parametrize("is_due", [True, False])
+def test_a_step_that_holds_its_state_is_refused(lone: Lone, what: str, is_due: bool) -> None:
+    """The argument 0 is the batch then, and no snapshot of that is kept."""
+    with lone.open(every=1 if is_due else 10) as snapshotter:
+        if not is_due:
+            snapshotter.save(0, jnp.ones((3, 5))).protected.result(WAIT_S)
+        before = snapshotter.latest
+        wrapped = jaxft.wrap(HOLDING[what](), snapshotter)
+        with pytest.raises(jaxft.ConfigError, match=r"state=0: .* is not saved.*state=\(0, 1\)"):
+            wrapped(jnp.ones((3, 5)))
+        assert snapshotter.latest == before
+        assert MODEL.w[...].shape == (8, 8)  # tracing has not taken it apart
+        with contextlib.suppress(jaxft.SnapshotError):
+            snapshotter.close()
+
+
+def test_a_batch_in_place_of_the_state_is_told(
+    lone: Lone, caplog: pytest.LogCaptureFixture
+) -> None:
+    with lone.open(every=1) as snapshotter:
+        wrapped = jaxft.wrap(jax.jit(lambda x, state: by_mean(state, x)), snapshotter)
+        for _ in range(3):
+            wrapped(jnp.ones((3, 5)), first_state())
+    (warning,) = refused(caplog)
+    assert "state=0: nothing of it" in warning
+
+
+def test_modules_that_a_step_holds_beside_its_state_are_told(
+    lone: Lone, caplog: pytest.LogCaptureFixture
+) -> None:
+    def distil(teacher: Model, state: Any, x: Any) -> Any:
+        return by_mean(state, x + teacher.w[...].mean())
+
+    def distil_module(teacher: Model, student: Model, x: Any) -> Any:
+        return fit_model(student, x + teacher.w[...].mean())
+
+    with lone.open(every=1) as snapshotter:
+        for step, state in ((distil, first_state()), (distil_module, Model())):
+            wrapped = jaxft.wrap(functools.partial(nnx.jit(step), Model()), snapshotter)
+            for _ in range(3):
+                wrapped(state, jnp.ones(3))
+            assert wrapped.has_twin
+            (warning,) = refused(caplog)
+            assert "the step holds nnx modules" in warning
+            caplog.clear()
+
+
+def test_a_state_that_is_changed_in_place_is_one(
+    lone: Lone, caplog: pytest.LogCaptureFixture
+) -> None:
+    def step(state: Any, x: Any) -> None:
+        state["w"] = state["w"] * float(x)
+
+    with lone.open(every=1) as snapshotter:
+        wrapped = jaxft.wrap(step, snapshotter)
+        for _ in range(3):
+            wrapped(state := {"w": jnp.ones((3, 3))}, 2.0)
+            assert state["w"][0, 0] == 2.0
+    (warning,) = refused(caplog)
+    assert "it cannot be jitted" in warning
+
+
 def test_a_plain_function_around_one_that_donates_is_told_so(
     lone: Lone, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,10 +226,19 @@ def test_a_wrapped_step_is_not_wrapped_and_not_traced(lone: Lone) -> None:
         wrapped = jaxft.wrap(jax.jit(update), snapshotter)
         with pytest.raises(jaxft.ConfigError, match="it is wrapped already"):
             jaxft.wrap(wrapped, snapshotter)
-        for around in (jax.jit(wrapped), functools.partial(jax.eval_shape, wrapped)):
-            with pytest.raises(jaxft.ConfigError, match="called within jit"):
-                around(first_state(), 0.5)
-        train(snapshotter, wrapped, jax.jit(update), first_state(), 0.5, steps=3)
+        over_batch = jax.vmap(lambda x: wrapped(first_state(), x))
+        ways: list[Callable[..., Any]] = [
+            jax.jit(wrapped),
+            functools.partial(jax.eval_shape, wrapped),
+            lambda state, x: jax.lax.scan(lambda state, x: wrapped(state, x), state, jnp.ones(3)),
+            lambda state, x: over_batch(jnp.ones(3)),
+            lambda state, x: jax.grad(lambda x: wrapped(state, x)[1])(x),
+        ]
+        for _ in range(2):  # before its first call, and after some
+            for around in ways:
+                with pytest.raises(jaxft.ConfigError, match="called within jit"):
+                    around(first_state(), 0.5)
+            train(snapshotter, wrapped, jax.jit(update), first_state(), 0.5, steps=3)
 
 
 def test_two_wrapped_steps_take_turns(lone: Lone) -> None:
@@ -262,8 +366,9 @@ def test_a_state_without_arrays_of_the_program(
             assert wrapped.receipt is not None
             found = read_back(snapshotter, wrapped.receipt, state)
             assert bits(found) == bits(state)
-    (warning,) = refused(caplog)
+    *told, warning = refused(caplog)
     assert "no array of the state is an argument" in warning
+    assert ["nothing of it is among" in one for one in told] == [True] * (kind != "nothing")
 
 
 def test_a_leaf_that_the_step_moves_is_staged_where_it_lies(lone: Lone) -> None:

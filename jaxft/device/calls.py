@@ -12,6 +12,7 @@ would pass for a jitted function with an argument less.)
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import sys
 import types
@@ -54,6 +55,22 @@ def opened(step: Any) -> Opened:
             return Opened(step, args, kwargs)
 
 
+def held_by(step: Any) -> tuple[Any, ...]:
+    """What a step has beside the arguments of a call: bound to it, closed over by its function or
+    by what that is made of (as of `nnx.cached_partial`), or global and named in these."""
+    fn, args, kwargs = opened(step)
+    held = [*args, *kwargs.values()]
+    while fn is not None:
+        try:
+            found = inspect.getclosurevars(fn)
+        except (TypeError, ValueError):  # no function of Python's, or one that is not complete
+            pass
+        else:
+            held += [*found.nonlocals.values(), *found.globals.values()]
+        fn = getattr(fn, "__wrapped__", None)
+    return tuple([one for one in held if not isinstance(one, types.ModuleType | type)])
+
+
 class Static(NamedTuple):
     """Which arguments of a jitted function are static: by position, by name."""
 
@@ -79,6 +96,18 @@ def donates_within(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     it does not."""
     equations = jitted.trace(*args, **kwargs).jaxpr.eqns
     return any(any(one.params.get("donated_invars", ())) for one in equations)
+
+
+# Whether nothing is being traced. That is private; where it is not found, it is not known.
+_is_at_top = getattr(
+    getattr(getattr(jax, "_src", None), "core", None), "trace_state_clean", lambda: True
+)
+
+
+def is_traced() -> bool:
+    """Whether JAX is tracing here, and not computing: what is called now is within jit, vmap, scan
+    or the like."""
+    return not _is_at_top()
 
 
 def is_debugged() -> bool:
@@ -128,13 +157,22 @@ def has_nnx(tree: Any) -> bool:
     """Whether there is an nnx module, optimizer or the like in a tree. (There is none while nnx was
     not imported.)"""
     nnx = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return False
+    return nnx is not None and _has(tree, nnx.Pytree)
 
+
+def has_array(tree: Any) -> bool:
+    """Whether there is an array of JAX's in a tree."""
+    return _has(tree, jax.Array)
+
+
+def _has(tree: Any, kind: type) -> bool:
     def is_one(value: Any) -> bool:
-        return isinstance(value, nnx.Pytree)
+        return isinstance(value, kind)
 
-    return any(map(is_one, jax.tree_util.tree_leaves(tree, is_leaf=is_one)))
+    try:
+        return any(map(is_one, jax.tree_util.tree_leaves(tree, is_leaf=is_one)))
+    except (TypeError, ValueError):  # no tree to JAX: a dict whose keys have no order
+        return False
 
 
 def nnx_state(values: Any) -> Any:

@@ -16,10 +16,20 @@ from jaxft.wrapped.twins import Twins
 
 
 class Run:
-    """One call: the step is run once, within the snapshot if there is one."""
+    """One call: the step is run once, within the snapshot if there is one.
+
+    Args:
+        check: is told what the first call gives, and raises if that makes no sense: what it was
+            given then is no snapshot.
+    """
 
     def __init__(
-        self, step: Any, twins: Twins, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        step: Any,
+        twins: Twins,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        check: Callable[[Any], None] | None,
     ) -> None:
         self.within_s = 0.0
         self.is_twin = False
@@ -27,6 +37,7 @@ class Run:
         self._twins = twins
         self._args = args
         self._kwargs = kwargs
+        self._check = check
         self._has_run = False
         self._outputs: Any = None
         self._staged: StagedLeaves | None = None
@@ -41,8 +52,11 @@ class Run:
     ) -> StagedLeaves:
         """A snapshot begins: the step, or its twin, is run in it (see `snapshotter.RunStep`)."""
         twins = self._twins
-        if twins.is_off or calls.is_debugged():
-            return stage()
+        is_bare = twins.is_off or calls.is_debugged()
+        if is_bare:
+            self._staged = stage()
+            if self._check is None:
+                return self._staged
 
         def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = Call(fn, args, kwargs)
@@ -65,11 +79,16 @@ class Run:
                 self.within_s = time.monotonic() - began_s
 
         try:
-            self._outputs = calls.around(self._step, self._args, self._kwargs, run)
+            if is_bare:
+                self._outputs = self._step(*self._args, **self._kwargs)
+            else:
+                self._outputs = calls.around(self._step, self._args, self._kwargs, run)
         except BaseException as error:
             if self._staged is None:
                 raise
             self._error = error  # of the step: what it was given is safe
+        else:
+            self._mind()
         self._has_run = True
         assert self._staged is not None, "the step calls what it has jitted"
         return self._staged
@@ -81,5 +100,12 @@ class Run:
         if self._has_run:
             return self._outputs
         if self._twins.is_watching and not calls.is_debugged():
-            return calls.around(self._step, self._args, self._kwargs, self._twins.watch)
-        return self._step(*self._args, **self._kwargs)
+            self._outputs = calls.around(self._step, self._args, self._kwargs, self._twins.watch)
+        else:
+            self._outputs = self._step(*self._args, **self._kwargs)
+        self._mind()
+        return self._outputs
+
+    def _mind(self) -> None:
+        if self._check is not None:
+            self._check(self._outputs)
