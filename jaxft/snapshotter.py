@@ -178,7 +178,16 @@ class Snapshotter:
         """Which devices code with each other, if they are to, and this world is one where they can:
         all ranks find the same."""
         welcome = self.client.welcome
-        if self.parity == "host" or not any(group.parity for group in welcome.groups):
+        if self.parity == "host":
+            return None
+        if not any(group.parity for group in welcome.groups):
+            hosts = sum(len(group.hosts) for group in welcome.groups)
+            why = "of one host" if hosts == 1 else f"of {hosts} hosts, whose code has none"
+            _log.warning(
+                'parity="device": there is no parity in this world %s: neither devices nor hosts '
+                "compute any",
+                why,
+            )
             return None
         world = Processes.here()
         try:

@@ -203,9 +203,10 @@ def test_options_that_cannot_work(options: dict[str, Any], message: str) -> None
 
 
 def test_the_environment_may_say_who_computes_parity(
-    lone: Lone, monkeypatch: pytest.MonkeyPatch
+    lone: Lone, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One host has no other that could hold any: nothing of its plans is different."""
+    """One host has no other that could hold any: nothing of its plans is different, and it is said
+    once."""
     monkeypatch.setenv("JAXFT_PARITY", "device")
     with lone.open(every=1) as snapshotter:
         assert snapshotter.parity == "device"
@@ -213,6 +214,8 @@ def test_the_environment_may_say_who_computes_parity(
         receipt.protected.result(WAIT_S)
         assert receipt.parity == "host"
         assert snapshotter.rings is None
+    (warning,) = [one for one in caplog.messages if "parity" in one]
+    assert 'parity="device": there is no parity in this world of one host' in warning
     with lone.open(every=1, parity="host") as snapshotter:
         assert snapshotter.parity == "host"
 
