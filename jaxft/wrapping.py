@@ -77,8 +77,9 @@ def wrap(
         donate_argnums, static_argnums, static_argnames: as for `jax.jit`, of a plain function; a
             jitted one has its own.
         step, extras: see above.
-        cache_dir: where compiled programs are kept for the next start, a file for each rank;
-            private to the user. By default beside the host's socket, for as long as the job runs.
+        cache_dir: where compiled programs are kept for the next start, up to 32 files for
+            each rank; private to the user. By default beside the host's socket, for as long as the
+            job runs.
 
     A step that cannot be within another program (compiled ahead of time, with `compiler_options`,
     a plain function that looks at values), or whose state has more than LEAVES_MAX leaves, is
@@ -123,8 +124,9 @@ def wrap(
         raise ConfigError(
             f"wrap({', '.join(jitting)}): the step is jitted already; say it where it is jitted"
         )
-    where = Path(snapshotter.env.smp).parent / "executables" if cache_dir is None else cache_dir
-    twins = Twins(snapshotter, Executables(Path(where)))
+    env = snapshotter.env
+    where = Path(env.smp).parent / "executables" if cache_dir is None else cache_dir
+    twins = Twins(snapshotter, Executables(Path(where), f"{env.job}/{env.rank}"))
     if is_compiled:
         twins.refuse("it is compiled ahead of time, so nothing can be added to it")
     elif not calls.are_known():

@@ -4,6 +4,8 @@ The rules:
 - One file a program and process. Its name is made of all that the program depends on: its text (in
   which shapes, shardings and donations are), the versions, devices, flags and JAX's settings, and
   the process.
+- Whoever keeps programs has FILES_MAX of them; the one that was not used for longest goes. (A step
+  may have another static argument in each call.)
 - Loading one runs what it says (JAX unpickles it). So only files are read that nobody but this user
   can have written: a private directory (0700) and file (0600), both this user's, no links.
 - A file that is not what it should be is passed over with a line in the log, and written anew.
@@ -38,6 +40,8 @@ _log = logging.getLogger(__name__)
 
 MAGIC = b"jaxft-executable-1\n"
 _HEADER_BYTES = len(MAGIC) + 32
+# Of one rank of a job: for each of its worlds its steps, and each kind of call's twin.
+FILES_MAX = 32
 _FOUND = "/jax/compilation_cache/cache_hits"
 _found: list[str] = []
 
@@ -93,10 +97,16 @@ def _processor_flags() -> str:
 
 
 class Executables:
-    """The programs that are kept in a directory, which is made when the first one is kept."""
+    """The programs that are kept in a directory, which is made when the first one is kept.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: others may keep theirs there too.
+        owner: who keeps these: a job and rank, for example.
+    """
+
+    def __init__(self, directory: Path, owner: str = "") -> None:
         self._directory = directory
+        self._prefix = f"{hashlib.sha256(owner.encode()).hexdigest()[:16]}-"
 
     def load(
         self, key: str, in_tree: Any, out_tree: Any, devices: Sequence[Device]
@@ -147,7 +157,7 @@ class Executables:
             )
 
     def _path(self, key: str) -> Path:
-        return self._directory / f"{key}.jaxexec"
+        return self._directory / f"{self._prefix}{key}.jaxexec"
 
     def _read(self, path: Path) -> bytes | None:
         """The payload of a file; None if there is no such file.
@@ -167,12 +177,14 @@ class Executables:
         payload = data[_HEADER_BYTES:]
         if data[:_HEADER_BYTES] != MAGIC + hashlib.sha256(payload).digest():
             raise ValueError("its checksum is another one")
+        with contextlib.suppress(OSError):  # of a file system that is only to be read, say
+            os.utime(path)
         return payload
 
     def _write(self, path: Path, payload: bytes) -> None:
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private("the directory", os.stat(self._directory, follow_symlinks=False), 0o700)
-        handle, name = tempfile.mkstemp(dir=self._directory)  # made with mode 0600
+        handle, name = tempfile.mkstemp(prefix=self._prefix, dir=self._directory)  # with mode 0600
         try:
             with open(handle, "wb") as file:
                 file.write(MAGIC + hashlib.sha256(payload).digest() + payload)
@@ -181,6 +193,10 @@ class Executables:
             with contextlib.suppress(OSError):
                 os.unlink(name)
             raise
+        mine = self._directory.glob(f"{self._prefix}*")  # what a killed process has begun, too
+        newest_first = sorted(mine, key=lambda one: one.lstat().st_mtime_ns, reverse=True)
+        for old in newest_first[FILES_MAX:]:
+            old.unlink(missing_ok=True)
 
 
 def _check_private(what: str, found: os.stat_result, mode: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ def test_a_bad_file_is_passed_over_with_one_line(
     kept: Path, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     do, reason = DAMAGES[damage]
-    do(kept / f"{KEY}.jaxexec")
+    (path,) = kept.iterdir()
+    do(path)
     assert load(kept, program()) is None
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -84,17 +86,54 @@ def test_another_users_file_is_passed_over(
 
 def test_what_jax_cannot_load_is_passed_over(kept: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its checksum is right: another version wrote it."""
-    Executables(kept)._write(kept / f"{KEY}.jaxexec", b"no pickle")
+    (path,) = kept.iterdir()
+    Executables(kept)._write(path, b"no pickle")
     assert load(kept, program()) is None
     assert "compiled anew" in caplog.text
 
 
 def test_a_bad_file_is_written_anew(kept: Path) -> None:
-    path = kept / f"{KEY}.jaxexec"
+    (path,) = kept.iterdir()
     path.write_bytes(MAGIC)
     Executables(kept).keep(KEY, program().compile())
     assert load(kept, program()) is not None
     assert len(list(kept.iterdir())) == 1
+
+
+def test_files_are_bounded_and_the_longest_unused_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step with another static argument in each call is compiled, and kept, as often; a process
+    that was killed while it wrote has left a file too."""
+    monkeypatch.setattr(executables, "FILES_MAX", 3)
+    directory = tmp_path / "kept"
+    keys = [f"{number:064x}" for number in range(6)]
+    mine, another = (Executables(directory, f"job/{rank}") for rank in (0, 1))
+    lowered = program()
+    compiled = lowered.compile()
+
+    def kept(one: Executables) -> list[int]:
+        found = [one.load(key, lowered.in_tree, lowered.out_tree, DEVICES) for key in keys]
+        return [number for number, program in enumerate(found) if program is not None]
+
+    another.keep(keys[0], compiled)
+    for number, key in enumerate(keys):
+        mine.keep(key, compiled)
+        for path in directory.iterdir():  # one unit of time later
+            os.utime(path, ns=(0, path.stat().st_mtime_ns - 10**15))
+        if number:  # the first is used in each start
+            assert mine.load(keys[0], lowered.in_tree, lowered.out_tree, DEVICES) is not None
+    assert kept(mine) == [0, 4, 5]
+    assert kept(another) == [0]
+    assert len(list(directory.iterdir())) == 4
+    handle, begun = tempfile.mkstemp(prefix=mine._prefix, dir=directory)
+    os.close(handle)
+    os.utime(begun, ns=(0, 0))
+    assert len(list(directory.iterdir())) == 5
+    for key in keys[:3]:
+        mine.keep(key, compiled)
+    assert kept(mine) == [0, 1, 2]
+    assert len(list(directory.iterdir())) == 4
 
 
 def test_where_nothing_can_be_kept_nothing_is(
