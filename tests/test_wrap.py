@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import operator
@@ -727,17 +728,94 @@ def test_a_twin_with_callbacks_is_run_and_not_kept(
     assert "compiled again by the next start" in warning
 
 
+class Others:
+    """Ranks that answer as they are told to; what this one says is noted."""
+
+    def __init__(self, wrapped: WrappedStep, *nos: str) -> None:
+        wrapped._twins._agreement = self  # type: ignore[assignment]
+        self.nos = nos
+        self.heard: list[tuple[str, int, bool]] = []
+
+    def all_say(self, question: str, number: int, yes: bool, timeout_s: float) -> bool:
+        self.heard.append((question, number, yes))
+        return yes and question not in self.nos
+
+
+def test_a_leaf_that_one_rank_cannot_take_is_known_before_any_runs_the_twin(
+    lone: Lone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else that rank would run the step while the others run another program."""
+    step = jax.jit(lambda state: {**state, "x": state["x"] + 1})
+    with lone.open(every=1) as snapshotter:
+        wrapped = jaxft.wrap(step, snapshotter)
+        others = Others(wrapped)
+        state = {"x": jnp.zeros(3), "beside": np.arange(3)}
+        for number in range(6):
+            with monkeypatch.context() as patched:
+                if number in (1, 3):  # at the call that it is made for, and at a later one
+
+                    def fail(*_: Any) -> Any:
+                        raise jaxft.StagingError("beside could not be copied")
+
+                    patched.setattr(transfer, "_views_of_some", fail)
+                    patched.setattr("jaxft.snapshotter.stage_leaves", fail)
+                state = {**state, "x": wrapped(state)["x"]}
+            assert wrapped.receipt is not None
+            failed = isinstance(wrapped.receipt.protected.exception(WAIT_S), jaxft.StagingError)
+            assert (failed, wrapped.has_twin) == (number in (1, 3), number in (2, 4, 5))
+        assert state["x"].tolist() == [6.0] * 3
+    said = [yes for question, _, yes in others.heard if question == "run"]
+    assert said == [False, True, False, True, True]
+
+
+def not_taken(*_: Any) -> Any:
+    raise TypeError("compiled for other arguments")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_arguments_that_jax_does_not_take_on_one_rank_or_on_all(
+    lone: Lone, is_first: bool, is_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank alone cannot go on: the others are in another program, and wait for it there."""
+    with lone.open(every=1) as snapshotter:
+        wrapped = jaxft.wrap(jax.jit(lambda x: x + 1), snapshotter)
+        others = Others(wrapped, *["not taken"] * is_alone)
+        x = wrapped(jnp.zeros(3))
+        if not is_first:
+            x = wrapped(wrapped(x))
+            assert wrapped.has_twin
+            asked = [yes for question, _, yes in others.heard if question == "not taken"]
+            assert asked == [False]  # once: a program that was taken is taken again
+            (twin,) = wrapped._twins._twins.values()
+            monkeypatch.setattr(twin, "compiled", not_taken)
+        else:
+            made = twins.LoweredTwin.twin
+
+            def unusable(lowered: Any, compiled: Any) -> Any:
+                twin = made(lowered, compiled)
+                monkeypatch.setattr(twin, "compiled", not_taken)
+                return twin
+
+            monkeypatch.setattr(twins.LoweredTwin, "twin", unusable)
+            monkeypatch.setattr(twins, "missing_bytes", lambda compiled, devices: 0)
+        if is_alone:
+            with pytest.raises(jaxft.JaxftError, match="other ranks run it"):
+                wrapped(x)
+            with contextlib.suppress(jaxft.SnapshotError):
+                snapshotter.close()
+            return
+        before = x.tolist()
+        for _ in range(2):
+            x = wrapped(x)
+            assert not wrapped.has_twin
+        assert x.tolist() == [number + 2 for number in before]
+
+
 def test_other_ranks_that_never_take_part(lone: Lone, caplog: pytest.LogCaptureFixture) -> None:
     with lone.open(every=1) as snapshotter:
         wrapped = jaxft.wrap(jax.jit(lambda x: x + 1), snapshotter)
-        asked: list[int] = []
-
-        class Others:
-            def all_say(self, question: str, number: int, yes: bool, timeout_s: float) -> bool:
-                asked.append(number)
-                return False
-
-        wrapped._twins._agreement = Others()  # type: ignore[assignment]
+        others = Others(wrapped, "build")
         x = jnp.zeros(3)
         for _ in range(10):
             x = wrapped(x)
@@ -745,7 +823,8 @@ def test_other_ranks_that_never_take_part(lone: Lone, caplog: pytest.LogCaptureF
             wrapped.receipt.protected.result(WAIT_S)
         assert x.tolist() == [10.0] * 3
     # The first call is like none before it, and this rank says no itself.
-    assert asked == list(range(1 + twins.TRIES_MAX))
+    asked = [("build", number, number > 0) for number in range(1 + twins.TRIES_MAX)]
+    assert others.heard == asked
     (warning,) = refused(caplog)
     assert "the other ranks do not run it" in warning
 

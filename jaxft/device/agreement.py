@@ -38,6 +38,9 @@ class Agreement:
             number: likewise, and each time another one.
             yes: what this process says.
             timeout_s: whoever has not answered by then says no.
+
+        Raises:
+            RuntimeError: all have answered, and this process cannot hear what.
         """
         if jax.process_count() == 1:
             return yes
@@ -50,10 +53,12 @@ class Agreement:
             if not yes:
                 client.key_value_set(f"{place}/no/{jax.process_index()}", "no")
             client.wait_at_barrier(f"{name}/all/{number % BARRIERS}", int(1000 * timeout_s))
-            return not client.key_value_dir_get(f"{place}/no")
         except RuntimeError as error:
             _log.info("%s: %s", place, error)
             return False
+        # All are past the barrier now, and act upon what they read: a rank that cannot read it
+        # must not take that for a no.
+        return not client.key_value_dir_get(f"{place}/no")
 
 
 def coordination_service() -> Any:

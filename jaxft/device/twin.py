@@ -60,7 +60,8 @@ from jaxft.device.parity import exchange
 from jaxft.device.pieces import Places, way_to_pieces
 from jaxft.device.shards import Plan
 from jaxft.device.sources import Coded
-from jaxft.device.transfer import StagedLeaves, Staging, hold_some
+from jaxft.device.transfer import StagedLeaves, Staging, Taken, hold_some
+from jaxft.group.manifest import Leaf
 
 
 class Outputs(NamedTuple):
@@ -82,6 +83,14 @@ class Outputs(NamedTuple):
 class NotTaken(Exception):
     """Arguments that look like those a program was compiled for, and JAX finds a difference: in the
     layout of sub-byte elements, for example."""
+
+
+class Beside(NamedTuple):
+    """All leaves, with the values of literals, and what was held of those that do not go through
+    the program."""
+
+    leaves: tuple[Leaf, ...]
+    taken: list[Taken]
 
 
 class LoweredTwin:
@@ -206,46 +215,58 @@ class Twin:
         compiled: its program.
         devices: the program's.
         lanes: those whose parity it gives, if it gives any.
+        has_run: whether JAX has taken a call's arguments for it.
     """
 
     def __init__(self, lowered: LoweredTwin, compiled: jax.stages.Compiled) -> None:
         self.compiled = compiled
         self.devices = lowered.devices
         self.lanes = lowered.lanes
+        self.has_run = False
         plan, cuts = lowered._plan, lowered._cuts
         self._plan = plan
         self._told = lowered._told
         self._out_tree = lowered._out_tree
         self._count = len(cuts)
-        self._beside = frozenset(range(len(plan.leaves))) - {cut.leaf for cut in cuts}
+        self._held_beside = frozenset(range(len(plan.leaves))) - {cut.leaf for cut in cuts}
         self._wanted = wanted_of(plan, cuts)
 
-    def run(self, call: Call, values: list[Any], staging: Staging) -> tuple[StagedLeaves, Any]:
+    def hold(self, values: list[Any], staging: Staging) -> Beside:
+        """Holds what does not go through the program.
+
+        Args:
+            values: the state's leaves.
+            staging: how they are held.
+
+        Raises:
+            StagingError, ConfigError: a leaf could not be taken.
+        """
+        plan = self._plan
+        leaves = with_literals(plan.leaves, values, plan.literals)
+        return Beside(leaves, hold_some(plan, leaves, values, staging, self._held_beside))
+
+    def run(self, call: Call, beside: Beside) -> tuple[StagedLeaves, Any]:
         """Runs it in place of the step.
 
         Args:
             call: the call; what it donates is donated.
-            values: the state's leaves.
-            staging: how leaves are held that do not go through the program.
+            beside: what `hold` gave for it.
 
         Returns:
             The state's bytes, as they were before the step, and the step's outputs.
 
         Raises:
-            StagingError: a leaf that does not go through the program could not be taken. Nothing
-                was run.
             NotTaken: JAX does not take these arguments for the program. Nothing was run.
             ValueError, RuntimeError: an argument was donated before, or the program failed.
         """
-        plan = self._plan
-        leaves = with_literals(plan.leaves, values, plan.literals)
-        taken = hold_some(plan, leaves, values, staging, self._beside)
+        plan, (leaves, taken) = self._plan, beside
         try:
             given, held = self.compiled(*call.leaves, *self._told)
         except (TypeError, ValueError) as error:
             if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in call.leaves):
                 raise  # as of the step itself
             raise NotTaken(f"{type(error).__name__}: {error}") from error
+        self.has_run = True
         parity_bytes = 0
         if self.lanes is not None:
             parity_bytes = self.lanes.parity_bytes

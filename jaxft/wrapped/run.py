@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxft.device import calls
 from jaxft.device.calls import Call
 from jaxft.device.shards import Plan
 from jaxft.device.transfer import StagedLeaves
-from jaxft.device.twin import NotTaken
 from jaxft.group.manifest import SnapshotId
 from jaxft.wrapped.twins import Twins
 
@@ -60,27 +60,22 @@ class Run:
 
         def run(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = Call(fn, args, kwargs)
-            twin = twins.find(identity, call, plan, values)
-            began_s = time.monotonic()
-            if twin is not None:
-                try:
-                    self._staged, outputs = twin.run(call, values, twins.staging)
+            ready = twins.find(identity, call, plan, values)
+            if ready is not None:
+                with self._stepping():
+                    ran = twins.run(identity, call, ready)
+                if ran is not None:
                     self.is_twin = True
+                    self._staged, outputs = ran
                     return outputs
-                except NotTaken as error:
-                    twins.refuse(str(error))
-                finally:
-                    self.within_s = time.monotonic() - began_s
             self._staged = stage()
-            began_s = time.monotonic()
-            try:
+            with self._stepping():
                 return twins.watch(fn, args, kwargs)
-            finally:
-                self.within_s = time.monotonic() - began_s
 
         try:
             if is_bare:
-                self._outputs = self._step(*self._args, **self._kwargs)
+                with self._stepping():
+                    self._outputs = self._step(*self._args, **self._kwargs)
             else:
                 self._outputs = calls.around(self._step, self._args, self._kwargs, run)
         except BaseException as error:
@@ -105,6 +100,15 @@ class Run:
             self._outputs = self._step(*self._args, **self._kwargs)
         self._mind()
         return self._outputs
+
+    @contextlib.contextmanager
+    def _stepping(self) -> Iterator[None]:
+        """The time that the step, or its twin, takes within the snapshot."""
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self.within_s = time.monotonic() - began_s
 
     def _mind(self) -> None:
         if self._check is not None:

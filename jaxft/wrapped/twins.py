@@ -4,7 +4,9 @@ The rules:
 - The twin (`device.twin`) is built at the first due call whose arguments look like those of a call
   before: shardings have settled then. The calls until then are watched for what they give.
 - It is a program with collectives in it, so either all ranks run it in a call or none does: they
-  ask each other (`device.agreement`), and a rank that does not answer says no.
+  ask each other (`device.agreement`), and a rank that does not answer says no. All that can go
+  wrong on one rank comes before that. Whether JAX takes the arguments shows only when it runs; so
+  after its first run ranks ask once more, and a rank on which it alone was not taken ends.
 - Wherever the twin cannot be, the bytes are staged before the step, as `save` does it. If that is
   so for good, one warning says why.
 """
@@ -14,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxft.device.agreement import Agreement
 from jaxft.device.calls import Call
@@ -23,7 +25,9 @@ from jaxft.device.executables import Executables, found, key_of
 from jaxft.device.kept_step import bring_back
 from jaxft.device.memory import missing_bytes
 from jaxft.device.shards import SMALL_BYTES, Plan
-from jaxft.device.twin import LoweredTwin, Outputs, Twin
+from jaxft.device.transfer import StagedLeaves
+from jaxft.device.twin import Beside, LoweredTwin, NotTaken, Outputs, Twin
+from jaxft.errors import JaxftError, StagingError
 from jaxft.group.manifest import SnapshotId
 from jaxft.snapshotter import Snapshotter
 from jaxft.watched import long_phase
@@ -44,12 +48,19 @@ BUILD_S = 1800.0
 TRIES_MAX = 5
 
 
+class Ready(NamedTuple):
+    """A twin for a call, and what is held of the state beside it."""
+
+    twin: Twin
+    beside: Beside
+
+
 class Twins:
     """The twins of one step, and when there is one."""
 
     def __init__(self, snapshotter: Snapshotter, executables: Executables) -> None:
         env = snapshotter.env
-        self.staging = snapshotter.staging
+        self._staging = snapshotter.staging
         self._wants_parity = snapshotter.rings is not None
         self.is_off = False
         self.is_watching = True
@@ -91,7 +102,7 @@ class Twins:
                 del self._seen[next(iter(self._seen))]
         return outputs
 
-    def find(self, identity: SnapshotId, call: Call, plan: Plan, values: list[Any]) -> Twin | None:
+    def find(self, identity: SnapshotId, call: Call, plan: Plan, values: list[Any]) -> Ready | None:
         """The twin for a call, which all ranks run in this call; None: none of them does."""
         if len(values) > LEAVES_MAX:
             self.refuse(
@@ -102,23 +113,62 @@ class Twins:
         signature = _signature(call)
         key = (signature, plan, places_of(call, values))
         twin = self._twins.get(key)
-        outputs = self._seen.get(signature)
-        has_room = twin is not None or len(self._twins) < TWINS_MAX
-        if outputs is not None and not has_room:
-            self._warn_full()
-        may_be = outputs is not None and has_room
-        if not self._agreement.all_say("run", identity.seq, may_be, AGREE_S):
-            self._tries += may_be
-            if self._tries >= TRIES_MAX:
-                self.refuse("the other ranks do not run it, or come to their calls much later")
-            return None
-        self._tries = 0
-        assert outputs is not None, "this rank has said so"
         if twin is None:
+            outputs = self._seen.get(signature)
+            has_room = len(self._twins) < TWINS_MAX
+            if outputs is not None and not has_room:
+                self._warn_full()
+            if not self._all_say("build", identity, outputs is not None and has_room):
+                return None
+            assert outputs is not None, "this rank has said so"
             twin = self._build(identity, call, outputs, plan, values)
-            if twin is not None:
-                self._twins[key] = twin
-        return twin
+            if twin is None:
+                return None
+            self._twins[key] = twin
+        try:
+            beside = twin.hold(values, self._staging)
+        except StagingError as error:  # the step goes first nowhere, then: `save`'s way says it
+            _log.info("%s: %s", identity, error)
+            beside = None
+        is_ready = self._all_say("run", identity, beside is not None)
+        return None if beside is None or not is_ready else Ready(twin, beside)
+
+    def run(
+        self, identity: SnapshotId, call: Call, ready: Ready
+    ) -> tuple[StagedLeaves, Any] | None:
+        """The state's bytes and the step's outputs; None: JAX takes the arguments on no rank, and
+        nothing was run on any.
+
+        Raises:
+            JaxftError: on this rank alone. Whatever it ran now, the others would wait for it.
+        """
+        twin, beside = ready
+        is_first = not twin.has_run
+        try:
+            ran = twin.run(call, beside)
+        except NotTaken as error:
+            if not self._agreement.all_say("not taken", identity.seq, True, AGREE_S):
+                raise JaxftError(
+                    "the step's second version does not take this rank's arguments, and other "
+                    f"ranks run it: {error}. Start again from the last snapshot; arguments that "
+                    "differ in kind from rank to rank are a way to this"
+                ) from error
+            self.refuse(str(error))
+            return None
+        if is_first:
+            self._agreement.all_say("not taken", identity.seq, False, AGREE_S)
+        return ran
+
+    def _all_say(self, question: str, identity: SnapshotId, yes: bool) -> bool:
+        """Asks the others. (Ranks that have the twin and ranks that have not are asked other
+        questions, to which not all answer.)"""
+        if self._agreement.all_say(question, identity.seq, yes, AGREE_S):
+            self._tries = 0
+            return True
+        self._tries += yes
+        if self._tries >= TRIES_MAX:
+            self.refuse("the other ranks do not run it, or come to their calls much later")
+        return False
 
     def _warn_full(self) -> None:
         if not self._is_full:

@@ -72,6 +72,20 @@ def test_one_that_does_not_answer_says_no_and_so_it_is_told(service: Service) ->
     assert ask([True] * 3, 2) == [True] * 3
 
 
+def test_answers_that_one_cannot_read_are_no_answer(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have read them, and do what all have said."""
+
+    def fail(prefix: str) -> list[tuple[str, str]]:
+        raise RuntimeError("UNAVAILABLE")
+
+    monkeypatch.setattr(service, "count", 1)
+    monkeypatch.setattr(service, "key_value_dir_get", fail)
+    with pytest.raises(RuntimeError, match="UNAVAILABLE"):
+        Agreement("g").all_say("q", 0, True, 30.0)
+
+
 def test_alone_it_is_the_answer() -> None:
     assert Agreement("g").all_say("q", 0, True, 0.0)
     assert not Agreement("g").all_say("q", 0, False, 0.0)

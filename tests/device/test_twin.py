@@ -16,6 +16,7 @@ from jaxft.demo import data, model
 from jaxft.device.calls import Call
 from jaxft.device.mesh import make_mesh
 from jaxft.device.shards import Plan, make_plan
+from jaxft.device.transfer import StagedLeaves, Staging
 from jaxft.device.twin import LoweredTwin, NotTaken, Outputs, Twin
 from tests.device.snapshots import as_seen_by, processes, stage
 
@@ -44,6 +45,13 @@ def twin_of(step: Any, plan: Plan, state: Any, *others: Any) -> tuple[Twin, Call
     return made.twin(made.compile()), call
 
 
+def run(
+    made: LoweredTwin, call: Call, values: list[Any], staging: Staging = "view"
+) -> tuple[StagedLeaves, Any]:
+    twin = made.twin(made.compile())
+    return twin.run(call, twin.hold(values, staging))
+
+
 def part(staged: Any, plan: Plan) -> bytes:
     dest = np.full(plan.length, 0x5A, np.uint8)
     staged.copy_into(dest)
@@ -68,7 +76,7 @@ def test_each_process_of_a_world_gets_what_it_owns_case_20(count: int) -> None:
         plan = make_plan(as_seen_by(state, index, count), processes(index, count))
         made, call = lowered(step, plan, state, 0.25)
         programs.add(made.text)
-        staged, outputs = made.twin(made.compile()).run(call, jax.tree.leaves(state), "view")
+        staged, outputs = run(made, call, jax.tree.leaves(state))
         assert part(staged, plan) == part(stage(plan, state, "view"), plan)
         expected = step(state, 0.25)
         for have, want in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):
@@ -135,7 +143,7 @@ def test_what_the_step_donates_the_twin_donates() -> None:
     expected = jax.jit(lambda *given: step(*given))(state, kept)
     values = jax.tree.leaves((state, kept))
     made = LoweredTwin(call, Outputs.of(expected), plan, values)
-    staged, outputs = made.twin(made.compile()).run(call, values, "view")
+    staged, outputs = run(made, call, values)
     assert [leaf.is_deleted() for leaf in values] == [True, True, False]
     want = np.asarray(expected["w"])
     assert np.asarray(outputs["w"]).tobytes() == want.tobytes()
@@ -150,7 +158,7 @@ def test_outputs_are_committed_as_the_steps_own_are(committed: bool) -> None:
     step = step_of()
     call = Call(step, (state, 1.0), {})
     made = LoweredTwin(call, Outputs.of(step(state, 1.0)), plan, [state["x"]])
-    _, (outputs, _) = made.twin(made.compile()).run(call, [state["x"]], "view")
+    _, (outputs, _) = run(made, call, [state["x"]])
     assert outputs["x"].committed == committed
 
 
@@ -171,7 +179,7 @@ def test_leaves_on_other_devices_are_staged_beside() -> None:
     values = jax.tree.leaves(state)
     made = LoweredTwin(call, Outputs.of(step(state["in"])), plan, values)
     for staging in ("view", "pinned_host"):
-        staged, _ = made.twin(made.compile()).run(call, values, staging)  # type: ignore[arg-type]
+        staged, _ = run(made, call, values, staging)  # type: ignore[arg-type]
         assert part(staged, plan) == part(stage(plan, state, "view"), plan)
 
 
@@ -190,7 +198,7 @@ def test_arguments_that_it_was_not_compiled_for_run_nothing() -> None:
     twin, _ = twin_of(step, make_plan(state), state, 1.0)
     other = {"x": put((16,))}
     with pytest.raises(NotTaken, match="TypeError"):
-        twin.run(Call(step, (other, 1.0), {}), [state["x"]], "view")
+        twin.run(Call(step, (other, 1.0), {}), twin.hold([state["x"]], "view"))
     assert not other["x"].is_deleted()
 
 
@@ -239,7 +247,7 @@ def test_a_step_that_asks_for_the_places_of_its_outputs_rounds_the_same() -> Non
     before = part(stage(plan, jax.tree.map(jnp.copy, state), "view"), plan)
     call = Call(step, (state, batch), {})
     made = LoweredTwin(call, Outputs.of(expected), plan, values)
-    staged, outputs = made.twin(made.compile()).run(call, values, "view")
+    staged, outputs = run(made, call, values)
     assert part(staged, plan) == before
     for have, want in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):
         assert np.asarray(have).tobytes() == np.asarray(want).tobytes()
@@ -265,7 +273,7 @@ def test_what_is_given_never_takes_the_memory_of_a_leaf_that_looks_like_it() -> 
     before = part(stage(plan, state, "view"), plan)
     call = Call(jax.jit(step, donate_argnums=0), (state,), {})
     made = LoweredTwin(call, Outputs.of(expected), plan, values)
-    staged, outputs = made.twin(made.compile()).run(call, values, "view")
+    staged, outputs = run(made, call, values)
     assert part(staged, plan) == before
     assert all(leaf.is_deleted() for leaf in values)
     for have, want in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):
@@ -290,7 +298,7 @@ def test_what_the_step_passes_on_or_cannot_use_is_not_donated() -> None:
     call = Call(jitted, (state,), {})
     made = LoweredTwin(call, Outputs.of(expected), plan, values)
     twin = made.twin(made.compile())
-    staged, outputs = twin.run(call, values, "view")
+    staged, outputs = twin.run(call, twin.hold(values, "view"))
     assert part(staged, plan) == before
     assert state["x"].is_deleted()
     for have, want in zip(jax.tree.leaves(outputs), jax.tree.leaves(expected), strict=True):

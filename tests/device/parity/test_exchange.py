@@ -102,7 +102,8 @@ class Worker:
         taken, outputs = [], None
         call = Call(self.step, (self._arrays(state),), {})
         for one in self.lowered:
-            held, outputs = one.twin(once).run(call, jax.tree.leaves(state), "view")  # type: ignore[arg-type]
+            twin = one.twin(once)  # type: ignore[arg-type]
+            held, outputs = twin.run(call, twin.hold(jax.tree.leaves(state), "view"))
             taken.append(held)
         parts = [part_of(one) for one in taken]
         for plan, part, other in zip(self.plans, parts, staged, strict=True):
