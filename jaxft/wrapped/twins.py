@@ -127,8 +127,8 @@ class Twins:
             self._twins[key] = twin
         try:
             beside = twin.hold(values, self._staging)
-        except StagingError as error:  # the step goes first nowhere, then: `save`'s way says it
-            _log.info("%s: %s", identity, error)
+        except StagingError as error:  # of which the receipt says so, if `save`'s way fails too
+            _log.info("%s has no twin on any rank: %s", identity, error)
             beside = None
         is_ready = self._all_say("run", identity, beside is not None)
         return None if beside is None or not is_ready else Ready(twin, beside)
