@@ -17,6 +17,7 @@ import jaxft
 from jaxft.host.local import LocalChannel
 
 STATE, kept = {"x": jnp.arange(8.0)}, []
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 receive = LocalChannel.receive
 
 def interrupted(channel, timeout_s):
