@@ -23,7 +23,7 @@ Rules
   takes the place of a lost host.
 - A host that was lost again and again waits longer each time before it is in a world (`flapping`).
 - Hosts that were told to end are in no generation but an export (`ending`), which comes before
-  every end.
+  every end; they lend their memory while others cannot do without.
 - A host whose lease lapsed while the store was away is not lost: it has `return_s` to register
   again.
 - Durations are counted by `Observer` from what it saw itself. When it has not looked for
@@ -38,7 +38,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from jaxft.group.causes import ended, error_in, in_short, is_consequence, outranks
-from jaxft.group.ending import ending, in_words, is_told, wanted_export
+from jaxft.group.ending import are_needed, ending, in_words, is_told, wanted_export
 from jaxft.group.flapping import BackedOff, Flapping, needed
 from jaxft.group.formation import natural, next_generation, of_one_run
 from jaxft.group.growing import Growth, grown, newcomers
@@ -382,6 +382,8 @@ class Observer:
         """Why this host does not train."""
         assert view.generation is not None
         there = f"generation {view.generation.number} runs without this host"
+        if me.leaving:
+            return f"{there}, which was told to end and lends it its memory"
         if me.host in self._backed_off:
             return f"{there}: {self._backed_off[me.host].reason}"
         if me.host in {record.host for record in self._newcomers(view)}:
@@ -410,11 +412,12 @@ class Observer:
             if host not in busy and not record.leaving
         }
         ready = of_one_run(ready, me.host)
+        told = {host: one for host, one in view.hosts.items() if host not in busy and one.leaving}
         gone = () if last is None else tuple(m for m in last.hosts if m.host not in view.hosts)
         gone_s = self._held_s("gone", frozenset(member.agent for member in gone))
         if any(member.host not in me.answers for member in gone):
             return Wait(f"asks the SMPs of {_names(m.host for m in gone)}", 1.0, gone)
-        if last is not None and may_live_on(last, ready):
+        if last is not None and may_live_on(last, ready | told):
             if busy:
                 return self._too_few(f"{_names(busy)} does not kill its ranks", gone)
             if gone_s <= rules.cut_off_s:
@@ -424,7 +427,9 @@ class Observer:
         if last is not None and (left_s := left_s - self._held_s("fault", last.number)) > 0:
             return Wait(why, left_s)
         left_out = self._left_out(view, ready)
-        lent = {host: ready.pop(host) for host in left_out}
+        # The same question that they ask themselves before they go (`launch.leaving`).
+        lent = told if are_needed(view) else {}
+        lent |= {host: ready.pop(host) for host in left_out}
         settled_s = self._held_s("ready", frozenset((r.host, r.agent) for r in ready.values()))
         if len(ready) >= rules.hosts_max:
             there = _and(_are_there(rules.hosts_max), left_out)
@@ -435,7 +440,7 @@ class Observer:
             there = f"{len(ready)} of {low} hosts are there"
         if len(ready) < rules.hosts_min:
             if (export := wanted_export(view)) is not None and ready:
-                return self._save_memory(view, me, ready, gone, export, nonce, there)
+                return self._save_memory(view, me, ready, gone, export, nonce, there, lent)
             return self._too_few(there, gone)
         # Where all are that were, nobody is waited for: the world grows when more come.
         known = () if last is None else last.hosts
@@ -469,6 +474,7 @@ class Observer:
         export: Export,
         nonce: str,
         there: str,
+        lent: Mapping[str, HostRecord],
     ) -> Decision:
         """Too few hosts are there: what they hold goes to storage before more are waited for."""
         wait_s = self.rules.settle_s - self._held_s("too few", True)
@@ -477,7 +483,7 @@ class Observer:
         if wait_s > 0:
             return Wait(f"{there}; waits for more", wait_s, gone)
         reason = f"{there}, so the newest snapshot goes to storage"
-        return _form(view, ready, gone, me, self.rules, nonce, reason, export)
+        return _form(view, ready, gone, me, self.rules, nonce, reason, export, lent=lent)
 
     def _finish(self, view: View, me: Me, end: JobEnd, nonce: str) -> Decision:
         """The end, or the export that comes before it."""
