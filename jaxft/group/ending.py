@@ -63,6 +63,24 @@ def in_words(view: View, end: JobEnd) -> JobEnd:
     return msgspec.structs.replace(end, reason=f"{end.reason}; {what}")
 
 
+def are_needed(view: View) -> bool:
+    """Can the hosts that stay not do yet without the memory of those that were told to end?
+
+    What the newest world holds, it can rebuild without so many of a group as that has parity. One
+    that has not settled may still need whatever the last one had."""
+    generation = view.generation
+    if generation is None or view.newest_progress.snapshot is None:
+        return False
+    if generation.number not in view.progress:
+        return True
+    stay = {host for host, record in view.hosts.items() if not record.leaving}
+    names = [member.host for member in generation.hosts]
+    missing = (sum(names[place] not in stay for place in one.hosts) for one in generation.groups)
+    return any(
+        count > group.parity for count, group in zip(missing, generation.groups, strict=True)
+    )
+
+
 def is_told(view: View) -> bool:
     """Was every host that is there told to end?"""
     return bool(view.hosts) and all(record.leaving for record in view.hosts.values())

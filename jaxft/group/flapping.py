@@ -8,7 +8,9 @@ Rules
   since it was lost, then twice as long, ..., FLAP_S_MAX at most.
 - While it waits the world goes on without it, and lends its memory, as a spare's. A world of less
   than MIN hosts takes it in all the same: who was lost least often comes first.
-- Nobody waits who was told to end, or lost with a rank: that is a failure (`restarts`).
+- Nobody waits who was told to end, or lost with a rank: that is a failure (`restarts`). Nor who has
+  killed its ranks itself, for want of a store: others that reached it would have found the lease
+  gone long before, so it was away for them as well.
 - How long it waits is counted by what an observer has seen itself, or by the clocks of the hosts
   that wrote the losses down, whichever is longer. So a wrong clock keeps nobody out for ever.
 """
@@ -22,9 +24,7 @@ from jaxft.group.records import Fault, View
 from jaxft.group.restarts import RestartPolicy
 
 FLAP_S_MAX = 600.0
-FLAPS = frozenset(
-    {"host_lost", "memory_lost", "agent_restarted", "smp_moved", "cut_off", "unreachable"}
-)
+FLAPS = frozenset({"host_lost", "memory_lost", "agent_restarted", "smp_moved", "unreachable"})
 
 
 class BackedOff(NamedTuple):

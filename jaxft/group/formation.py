@@ -4,8 +4,8 @@ Rules
 - Hosts with memory come first, then those of the last generation, then by name.
 - Everybody keeps the place of the last generation, and so their ranks keep their numbers; newcomers
   take the places of the lost.
-- A host with memory that is left out lends it: a spare, and one whose agent is dead, or cut off
-  from the store, but whose SMP may still answer.
+- A host with memory that is left out lends it: a spare, one that was told to end, and one whose
+  agent is dead, or cut off from the store, but whose SMP may still answer.
 - The world is told which snapshot the store knows of: one that all memory has lost is missed then.
 """
 
@@ -108,15 +108,13 @@ def of_one_run(ready: Mapping[str, HostRecord], host: str) -> dict[str, HostReco
 
 
 def has_memory(view: View, record: HostRecord) -> bool:
-    """Does this host hold a snapshot? Members of a generation that has settled do."""
-    if record.snapshot is not None:
-        return True
+    """Does this host hold a snapshot? Members of a generation that has settled do, and who lent
+    theirs to one that has not."""
     last = view.generation
-    return (
-        last is not None
-        and last.number in view.progress
-        and any(record.arena == member.arena for member in last.hosts)
-    )
+    if record.snapshot is not None or last is None:
+        return record.snapshot is not None
+    holding = last.hosts if last.number in view.progress else last.holders
+    return any(record.arena == member.arena for member in holding)
 
 
 def _fresh(view: View, hosts: list[HostRecord]) -> bool:

@@ -23,7 +23,9 @@ Rules
   takes the place of a lost host.
 - A host that was lost again and again waits longer each time before it is in a world (`flapping`).
 - Hosts that were told to end are in no generation but an export (`ending`), which comes before
-  every end.
+  every end; they lend their memory while others cannot do without.
+- A host whose lease lapsed while the store was away is not lost: it has `return_s` to register
+  again.
 - Durations are counted by `Observer` from what it saw itself. When it has not looked for
   `late_s`, it was paused, it or the machine, and all counts begin again: a pause expires nobody.
 """
@@ -36,7 +38,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from jaxft.group.causes import ended, error_in, in_short, is_consequence, outranks
-from jaxft.group.ending import ending, in_words, is_told, wanted_export
+from jaxft.group.ending import are_needed, ending, in_words, is_told, wanted_export
 from jaxft.group.flapping import BackedOff, Flapping, needed
 from jaxft.group.formation import natural, next_generation, of_one_run
 from jaxft.group.growing import Growth, grown, newcomers
@@ -67,7 +69,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     `settle_s`: how long the set of hosts must stay the same before a world of fewer than
     `hosts_max` is formed. `agent_grace_s`: how long a host whose SMP answers without an agent is
     waited for. `cut_off_s`: how long a member that does not reach the store may train on, killing
-    its ranks included. `form_timeout_s`: how long too few hosts are waited on. `exit_grace_s`: how
+    its ranks included. `return_s`: how long a host may take to register again, once a store that
+    was away is back. `form_timeout_s`: how long too few hosts are waited on. `exit_grace_s`: how
     long after the first rank the last one may end. `ack_s`: how long a member may take to kill its
     ranks. `late_s`: see the module. `restarts`: what failures mean for the job. `export_s`: how
     long an export may take.
@@ -80,6 +83,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     settle_s: float = 3.0
     agent_grace_s: float = 10.0
     cut_off_s: float = 70.0
+    return_s: float = 10.0
     form_timeout_s: float = 300.0
     exit_grace_s: float = 30.0
     ack_s: float = 15.0
@@ -106,7 +110,8 @@ class Me(msgspec.Struct, frozen=True, kw_only=True):
     seen dead (0: none), `exits` are those of its ranks that ended by themselves. `report` is what
     its SMP, as the root, says is wrong with `entered`: (host, reason, kind of fault). `answers`
     says of hosts without an agent whether their SMP can still be reached. `leaving`: this agent was
-    told to end.
+    told to end. `store_back_s` is for how long the store has been back since it was away for so
+    long that leases may have lapsed: 0 while it is away, infinite if it never was.
     """
 
     host: str
@@ -117,6 +122,7 @@ class Me(msgspec.Struct, frozen=True, kw_only=True):
     report: tuple[str, str, str] | None = None
     answers: Mapping[str, bool] = {}
     leaving: bool = False
+    store_back_s: float = math.inf
 
 
 # ------------------------------------------------------------------------------ decisions
@@ -255,8 +261,8 @@ class Observer:
         if me.running not in (0, generation.number):
             reason = f"generation {generation.number} has replaced generation {me.running}"
             return KillRanks(me.running, reason)
-        found = find_fault(view, me) or self._left_behind(view) or self._late_export(view)
-        found = found or self._hung(view)
+        found = find_fault(view, me, self.rules.return_s)
+        found = found or self._left_behind(view) or self._late_export(view) or self._hung(view)
         known = view.fault
         if found is not None and (known is None or outranks(found, known)):
             revision = view.revisions.get(f"{FAULT}{found.generation}")
@@ -332,7 +338,9 @@ class Observer:
         if member and me.entered != number:
             return Enter(generation, index, generation.reason)
         if index is not None:
-            return self._grow(view) or Wait(f"generation {number} runs")
+            return (
+                self._grow(view) or self._returning(view, me) or Wait(f"generation {number} runs")
+            )
         if member:
             return Wait(self._spare(view, me), tell=True)
         record = view.hosts.get(me.host)
@@ -344,6 +352,15 @@ class Observer:
             fault = Fault(generation=number, host=me.host, kind="memory_returned", detail=detail)
             return DeclareFault(fault, None, detail)
         return Wait(self._spare(view, me), tell=True)
+
+    def _returning(self, view: View, me: Me) -> Decision | None:
+        """Waits for members that may not have seen yet that the store is back."""
+        assert view.generation is not None
+        left_s = self.rules.return_s - me.store_back_s
+        gone = [one.host for one in view.generation.hosts if one.host not in view.hosts]
+        if left_s <= 0 or not gone:
+            return None
+        return Wait(f"the store is back; waits for {_names(gone)} to register again", left_s)
 
     def _grow(self, view: View) -> Decision | None:
         """What the hosts that wait beside a world with room for them make of it."""
@@ -365,6 +382,8 @@ class Observer:
         """Why this host does not train."""
         assert view.generation is not None
         there = f"generation {view.generation.number} runs without this host"
+        if me.leaving:
+            return f"{there}, which was told to end and lends it its memory"
         if me.host in self._backed_off:
             return f"{there}: {self._backed_off[me.host].reason}"
         if me.host in {record.host for record in self._newcomers(view)}:
@@ -393,11 +412,12 @@ class Observer:
             if host not in busy and not record.leaving
         }
         ready = of_one_run(ready, me.host)
+        told = {host: one for host, one in view.hosts.items() if host not in busy and one.leaving}
         gone = () if last is None else tuple(m for m in last.hosts if m.host not in view.hosts)
         gone_s = self._held_s("gone", frozenset(member.agent for member in gone))
         if any(member.host not in me.answers for member in gone):
             return Wait(f"asks the SMPs of {_names(m.host for m in gone)}", 1.0, gone)
-        if last is not None and may_live_on(last, ready):
+        if last is not None and may_live_on(last, ready | told):
             if busy:
                 return self._too_few(f"{_names(busy)} does not kill its ranks", gone)
             if gone_s <= rules.cut_off_s:
@@ -407,7 +427,9 @@ class Observer:
         if last is not None and (left_s := left_s - self._held_s("fault", last.number)) > 0:
             return Wait(why, left_s)
         left_out = self._left_out(view, ready)
-        lent = {host: ready.pop(host) for host in left_out}
+        # The same question that they ask themselves before they go (`launch.leaving`).
+        lent = told if are_needed(view) else {}
+        lent |= {host: ready.pop(host) for host in left_out}
         settled_s = self._held_s("ready", frozenset((r.host, r.agent) for r in ready.values()))
         if len(ready) >= rules.hosts_max:
             there = _and(_are_there(rules.hosts_max), left_out)
@@ -418,7 +440,7 @@ class Observer:
             there = f"{len(ready)} of {low} hosts are there"
         if len(ready) < rules.hosts_min:
             if (export := wanted_export(view)) is not None and ready:
-                return self._save_memory(view, me, ready, gone, export, nonce, there)
+                return self._save_memory(view, me, ready, gone, export, nonce, there, lent)
             return self._too_few(there, gone)
         # Where all are that were, nobody is waited for: the world grows when more come.
         known = () if last is None else last.hosts
@@ -427,6 +449,8 @@ class Observer:
         wait_s = 0.0 if whole else rules.settle_s - settled_s
         if any(me.answers[one.host] for one in gone if one.host not in self._backed_off):
             wait_s = max(wait_s, rules.agent_grace_s - gone_s)
+        if gone:
+            wait_s = max(wait_s, rules.return_s - me.store_back_s)
         if wait_s > 0:
             return Wait(_and(f"{there}; waits for more", left_out), wait_s, gone)
         there = _and(there if whole else f"{there} and nobody else came", left_out)
@@ -450,6 +474,7 @@ class Observer:
         export: Export,
         nonce: str,
         there: str,
+        lent: Mapping[str, HostRecord],
     ) -> Decision:
         """Too few hosts are there: what they hold goes to storage before more are waited for."""
         wait_s = self.rules.settle_s - self._held_s("too few", True)
@@ -458,7 +483,7 @@ class Observer:
         if wait_s > 0:
             return Wait(f"{there}; waits for more", wait_s, gone)
         reason = f"{there}, so the newest snapshot goes to storage"
-        return _form(view, ready, gone, me, self.rules, nonce, reason, export)
+        return _form(view, ready, gone, me, self.rules, nonce, reason, export, lent=lent)
 
     def _finish(self, view: View, me: Me, end: JobEnd, nonce: str) -> Decision:
         """The end, or the export that comes before it."""
@@ -494,8 +519,12 @@ def is_done(view: View) -> bool:
     return view.generation is not None and len(view.done) == view.generation.rank_count
 
 
-def find_fault(view: View, me: Me) -> Fault | None:
-    """What keeps the newest generation from going on, as far as can be seen at once."""
+def find_fault(view: View, me: Me, return_s: float) -> Fault | None:
+    """What keeps the newest generation from going on, as far as can be seen at once.
+
+    Args:
+        return_s: see `Rules`.
+    """
     generation = view.generation
     assert generation is not None
     number = generation.number
@@ -505,7 +534,7 @@ def find_fault(view: View, me: Me) -> Fault | None:
         holder = generation.index_of(member.host) is None
         if holder or _ranks_of(generation, member) <= view.done:
             continue
-        lost = _lost(member, view.hosts.get(member.host), me)
+        lost = _lost(member, view.hosts.get(member.host), me, return_s)
         if lost is not None:
             kind, detail = lost
             return Fault(generation=number, host=member.host, kind=kind, detail=detail)
@@ -529,11 +558,13 @@ def find_fault(view: View, me: Me) -> Fault | None:
     return None
 
 
-def _lost(member: Member, record: HostRecord | None, me: Me) -> tuple[str, str] | None:
+def _lost(
+    member: Member, record: HostRecord | None, me: Me, return_s: float
+) -> tuple[str, str] | None:
     """Is this member what it was when the generation was formed? Kind and detail if not."""
     if record is None:
         # An agent that has lost its own lease registers again; whether it is lost, others say.
-        if member.host == me.host:
+        if member.host == me.host or me.store_back_s < return_s:
             return None
         return "host_lost", f"{member.host} is lost: its lease has ended"
     if record.arena != member.arena:

@@ -12,6 +12,7 @@ that now and then in any case, so it also looks whether the SMP stands still, an
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import select
@@ -516,8 +517,8 @@ class Agent:
             self._ranks.kill()
         elif absence.action == "give up" and error is not None:
             raise error
-        elif absence.reason:
-            self._speaker.once(absence.reason)
+        else:
+            self._speaker.store(absence.reason)
 
     def _unheard_s(self, *, away: bool) -> dict[str, float]:
         """Members whose SMP does not answer, and for how long; asked while the store is away."""
@@ -548,6 +549,7 @@ class Agent:
             report=self._report,
             answers=self._answers,
             leaving=self._leaving is not None,
+            store_back_s=math.inf if self._registration is None else self._registration.back_s(),
         )
 
     def _take_turns(self, store: Store) -> JobEnd | None:
@@ -573,7 +575,7 @@ class Agent:
                     return None
                 self._watcher.refresh()
         except StoreError as error:
-            self._speaker.once(f"the store does not answer: {error}")
+            self._speaker.store(f"the store does not answer: {error}")
         return None
 
     def _tell_wait(self, view: View) -> None:

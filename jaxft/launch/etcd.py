@@ -471,6 +471,7 @@ def _in_short(error: Exception) -> str:
     """Without the place in the source of Python's module, and without urllib3's own words."""
     text = re.sub(r" \(_ssl\.c:\d+\)", "", str(error))
     text = re.sub(r"^<?HTTPS?Connection(Pool)?\(.*?\)>?: ", "", text)
+    text = re.sub(r"^\(<HTTPS?Connection\(.*?\) at \w+>, '(.*)'\)$", r"\1", text)
     for theirs, plain in _PLAIN.items():
         text = re.sub(theirs, plain, text)
     return text

@@ -6,7 +6,8 @@
 Rules
 - Each part begins as soon as the one before it is done; these are the latest moments.
 - Its host's record says so at once. The hosts that stay go on without it, and it does not wait for
-  them; where every host was told, they write an export together (`group.ending`).
+  them, unless more are told than a group may lose: then they need its memory until they have
+  restored. Where every host was told, they write an export together (`group.ending`).
 - Signals do not come at the same moment everywhere: it looks OTHERS_S for others that are told, and
   then goes. Once all are, it stays until its time is over, counted from its own signal.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import time
 
-from jaxft.group.ending import is_told
+from jaxft.group.ending import are_needed, is_told
 from jaxft.group.records import View
 from jaxft.launch.options import RunOptions
 
@@ -43,10 +44,16 @@ class Leaving:
     def reason_to_go(self, view: View | None) -> str:
         """Why it stays no longer; "" while it does. Ask once this host's ranks are dead."""
         now_s = time.monotonic()
+        all_told = view is not None and is_told(view)
         if now_s > self._until_s:
-            return "there was no more time for the newest snapshot to get to storage"
-        if view is not None and is_told(view):
+            others = "for the newest snapshot to get to storage"
+            if not all_told:
+                others = "for other hosts to restore with its memory"
+            return f"there was no more time {others}"
+        if all_told:
             self._alone_s = None
             return ""
         self._alone_s = self._alone_s or now_s
-        return "other hosts go on" if now_s - self._alone_s > OTHERS_S else ""
+        if now_s - self._alone_s <= OTHERS_S or (view is not None and are_needed(view)):
+            return ""
+        return "other hosts go on"

@@ -15,6 +15,8 @@ from jaxft.group.restarts import EARLIER_MAX, RestartPolicy
 from jaxft.group.world import Code
 
 KILL_S = 10.0
+# A host that tries each member of a store in vain notices so late that one is back.
+STORE_TRY_S = 5.0
 LOCAL_HOSTS_MAX = 64
 
 
@@ -180,6 +182,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
             settle_s=self.settle_s,
             agent_grace_s=self.agent_grace_s,
             cut_off_s=self.store_grace_s + KILL_S,
+            return_s=self.lease_s + STORE_TRY_S,
             form_timeout_s=self.form_timeout_s,
             exit_grace_s=self.exit_grace_s,
             ack_s=KILL_S + self.lease_s,

@@ -31,6 +31,9 @@ _log = logging.getLogger(__name__)
 
 RENEWALS_A_LEASE = 3
 RETRIES_A_PAUSE = 4
+# After so much of a lease without a renewal the store was away, and another host's lease, renewed
+# a pause earlier, may have lapsed.
+AWAY_SHARE = 1 - 1 / RENEWALS_A_LEASE
 RETRY_S = 0.1
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _POLL_S = 0.2
@@ -117,6 +120,7 @@ class Registration:
         self._written: HostRecord | None = None
         self._taken_by = ""
         self._renewed_s = boot_s()
+        self._back_s = -math.inf
         self._error: StoreError | None = None
         self._due_s = math.inf
         self._released = False
@@ -179,6 +183,15 @@ class Registration:
             )
         return boot_s() - self._renewed_s
 
+    def back_s(self) -> float:
+        """For how long the store has been back since it was away for so long that leases may have
+        lapsed: 0 while it is away, infinite if it never was."""
+        now_s = boot_s()
+        return 0.0 if self._was_away(now_s) else now_s - self._back_s
+
+    def _was_away(self, now_s: float) -> bool:
+        return now_s - self._renewed_s > AWAY_SHARE * self._lease_s
+
     def release(self) -> None:
         """Takes the record away, for good."""
         with self._lock, contextlib.suppress(StoreError):
@@ -203,6 +216,8 @@ class Registration:
             self._lease = None
             return False
         self._written = self._record
+        if self._was_away(sent_s):
+            self._back_s = boot_s()
         self._renewed_s = sent_s
         return True
 

@@ -32,6 +32,7 @@ class Speaker:
         self._host = host
         self._lease_s = lease_s
         self._said = ""
+        self._store_said = False
         self._waits = ("", 0.0)
         self._generation = 0
 
@@ -40,6 +41,15 @@ class Speaker:
         if text != self._said:
             self._said = text
             self._console.say(text)
+
+    def store(self, problem: str) -> None:
+        """Says that the store is away, and why, when that begins, and when it is over (""). Reasons
+        that change meanwhile are no news."""
+        if problem and not self._store_said:
+            self._console.say(problem)
+        elif self._store_said and not problem:
+            self._console.say("the store answers again")
+        self._store_said = bool(problem)
 
     def wait(self, reason: str, left_s: float, *, tell: bool) -> None:
         """Says what is waited for, if it takes long enough for a person to wonder."""

@@ -76,6 +76,25 @@ def test_a_slow_and_lossy_cable_costs_time_and_nothing_else(world: World) -> Non
     assert newest(world) == 1
 
 
+def test_a_store_that_is_away_for_longer_than_leases_last_costs_nothing(world: World) -> None:
+    """It lives on and lets them lapse; who reaches it first, when it is back, does not take the
+    others for lost."""
+    before, known = newest(world), world["b"].newest("step")
+    world.network.cut("store")
+    world.until(
+        lambda: not any(world.is_registered(name) for name in "abc"), "no lease is left there"
+    )
+    world.until(lambda: "the store does not answer" in world["a"].text(), "it says so")
+    world.network.mend("store")
+    world.until(
+        lambda: all(world.is_registered(name) for name in "abc"), "all have registered again"
+    )
+    world.until(lambda: "the store answers again" in world["a"].text(), "it says so")
+    assert world["a"].text().count("the store does not answer") == 1
+    world.until(lambda: protected(world, "abc") > known + 10, "training has gone on")
+    assert newest(world) == before
+
+
 def test_without_the_smps_network_training_goes_on_and_is_protected_when_it_is_back(
     world: World,
 ) -> None:

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from jaxft.group import membership as m
+from jaxft.group.ending import are_needed
 from jaxft.group.manifest import SnapshotId
 from jaxft.group.records import DONE, END, ENDING, GENERATION, PROGRESS, JobEnd, Progress
 from jaxft.group.world import Export
@@ -205,7 +206,49 @@ def test_the_hosts_that_stay_form_a_world_without_one_that_was_told_to_end() -> 
     assert isinstance(formed, m.Form)
     assert [one.host for one in formed.generation.hosts] == ["host0", "host1", "host2"]
     assert formed.generation.export is None
-    assert formed.generation.holders == ()
+    assert formed.generation.holders == ()  # It does not wait for that, either.
+
+
+def test_hosts_that_are_told_to_end_stay_while_others_need_their_memory() -> None:
+    """Of a group that may lose one host two are told."""
+    board = trained()
+    assert not are_needed(board.view())
+    board.change("host3", leaving=True)
+    assert not are_needed(board.view())
+    board.change("host2", leaving=True)
+    assert are_needed(board.view())
+    board.fault("told_to_end", "host3")
+    board.acknowledge(*NAMES)
+    who = me(entered=1, answers=dict.fromkeys(NAMES, False))
+    rules = msgspec.structs.replace(ELASTIC, hosts_min=2)
+    for number in (2, 3):
+        formed = settle(m.Observer(rules), board, who)
+        assert isinstance(formed, m.Form)
+        assert [one.host for one in formed.generation.hosts] == ["host0", "host1"]
+        assert [one.host for one in formed.generation.holders] == ["host2", "host3"]
+        perform(board, formed)
+        lends = decide(board, me("host3", leaving=True))
+        assert isinstance(lends, m.Enter)
+        assert lends.index is None
+        assert are_needed(board.view())
+        if number == 2:  # It fails before it has restored.
+            board.fault("rank_exited")
+            board.acknowledge("host0", "host1")
+    board.put(f"{PROGRESS}3", Progress(base=30, step=30, snapshot=SnapshotId(3, 0, "n")))
+    assert not are_needed(board.view())
+
+
+def test_a_world_of_newcomers_does_not_wait_where_all_others_were_told_and_have_stopped() -> None:
+    board = trained()
+    for name in NAMES:
+        board.change(name, leaving=True)
+    board.fault("told_to_end")
+    board.acknowledge(*NAMES)
+    for name in ("new0", "new1", "new2", "new3"):
+        board.join(name)
+    formed = decide(board, me("new0"))
+    assert isinstance(formed, m.Form)
+    assert [one.host for one in formed.generation.holders] == list(NAMES)
 
 
 def test_hosts_without_a_world_that_are_told_to_end_just_do() -> None:

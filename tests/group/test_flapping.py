@@ -34,10 +34,11 @@ def test_only_losses_of_a_host_within_the_window_count() -> None:
         return {host: one.left_s for host, one in found.items()}
 
     assert waits(losses(10, 50)) == {"host3": 30}
-    assert waits(losses(10, 50, kind="cut_off")) == {"host3": 30}
+    assert waits(losses(10, 50, kind="unreachable")) == {"host3": 30}
     assert waits(losses(10)) == {}
     assert waits(losses(10, 5000)) == {}
-    for kind in ("rank_exited", "told_to_end", "grown"):
+    # Of one that was cut off alone, others would have said that it is lost.
+    for kind in ("rank_exited", "told_to_end", "grown", "cut_off"):
         assert waits(losses(10, 20, kind=kind)) == {}
     # Another fault since then, by the clocks of those who wrote both.
     other = Fault(generation=9, host="host0", kind="rank_exited", detail="", at_s=70.0)

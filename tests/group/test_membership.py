@@ -309,6 +309,49 @@ def test_who_has_been_cut_off_says_so() -> None:
     assert declared.fault.kind == "cut_off"
 
 
+def test_hosts_whose_leases_lapsed_while_the_store_was_away_are_not_lost() -> None:
+    board = Board(*NAMES)
+    board.form()
+    board.leave("host1")
+    board.leave("host2")
+    back = decide(board, inside(1, store_back_s=0.0))
+    assert isinstance(back, m.Wait)
+    assert back.reason == "the store is back; waits for host1, host2 to register again"
+    assert back.left_s == RULES.return_s
+    board.join("host1")
+    later = decide(board, inside(1, store_back_s=RULES.return_s - 1))
+    assert isinstance(later, m.Wait)
+    assert (later.left_s, "for host2 to" in later.reason) == (1.0, True)
+    gone = decide(board, inside(1, store_back_s=RULES.return_s))
+    assert isinstance(gone, m.DeclareFault)
+    assert (gone.fault.kind, gone.fault.host) == ("host_lost", "host2")
+
+
+def test_a_host_that_was_started_again_while_the_store_was_away_is_known_at_once() -> None:
+    board = Board(*NAMES)
+    board.form()
+    board.join("host1", "b")
+    declared = decide(board, inside(1, store_back_s=0.0))
+    assert isinstance(declared, m.DeclareFault)
+    assert declared.fault.kind == "agent_restarted"
+
+
+def test_a_world_is_not_formed_before_all_know_that_the_store_is_back() -> None:
+    board = Board(*NAMES)
+    board.form()
+    board.fault("cut_off")
+    board.acknowledge("host0")
+    for name in ("host1", "host2", "host3"):
+        board.leave(name)
+    settled = m.Observer(msgspec.structs.replace(RULES, hosts_min=1, settle_s=0.0))
+    answers = dict.fromkeys(NAMES, False)
+    waits = settled.decide(board.view(), me(answers=answers, store_back_s=1.0), 0.0, "n")
+    assert isinstance(waits, m.Wait)
+    assert waits.left_s == RULES.return_s - 1
+    formed = settled.decide(board.view(), me(answers=answers, store_back_s=99.0), 1.0, "n")
+    assert isinstance(formed, m.Form)
+
+
 def test_what_the_root_says_is_a_fault() -> None:
     board = Board(*NAMES)
     board.form()

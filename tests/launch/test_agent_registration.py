@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -212,6 +213,18 @@ def test_a_renewal_that_was_lost_is_tried_again_before_the_next_is_due(store: St
     assert registration.renew()
     assert registration.due_s - began_s <= 0.4 + time.monotonic() - began_s
     assert registration.silent_s() < 1.2
+
+
+def test_for_how_long_the_store_is_back_after_leases_may_have_lapsed(store: Store) -> None:
+    lost = Lost(store)
+    registration = Registration(lost, 0.3)  # type: ignore[arg-type]
+    registration.put(RECORD)
+    assert registration.back_s() == math.inf
+    lost.all = True
+    until(lambda: not registration.renew() and registration.back_s() == 0.0)
+    lost.all, lost.tries = False, 2
+    assert registration.renew()
+    assert 0 < registration.back_s() < 0.2
 
 
 def test_a_store_that_takes_no_renewal_for_a_lease_is_away(store: Store) -> None:

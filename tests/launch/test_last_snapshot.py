@@ -48,6 +48,19 @@ def test_the_hosts_that_stay_go_on_from_the_last_snapshot_of_one_that_goes() -> 
         assert world.wait("restored", generation=2)["step"] == end["step"]
 
 
+def test_a_host_that_goes_lends_its_memory_to_those_who_cannot_do_without() -> None:
+    """More of a group go at once than it may lose: here one, of a code that has no parity."""
+    with train(SELDOM, "--hosts", "1:2", "--code", "1+0", "--grace-s", "50") as training:
+        world = training.world
+        training.until("step", 20)
+        os.kill(world.pid("host1", "agent"), signal.SIGTERM)
+        end = world.wait("last_snapshot", host="host1")
+        assert (end["result"], end["step"] > 20) == ("protected", True), world.text()
+        number = end["generation"] + 1
+        assert world.wait("generation_formed", number=number)["hosts"] == ["host0"]
+        assert world.wait("restored", generation=number)["step"] == end["step"]
+
+
 def test_a_rank_that_hangs_costs_no_more_than_the_grace() -> None:
     with train(SELDOM, "--grace-s", "5") as training:
         world = training.world
