@@ -5,7 +5,8 @@ Rules, all looked at in a calm, when the job has recovered and nothing is wrong
   process that writes to storage; one that is off has none. None has a zombie.
 - An agent or SMP that has lived through more than one calm has about as many descriptors as in its
   first ones (FDS_MORE: a world of other hosts has other connections), and about as much memory
-  (MEMORY_MORE and MEMORY_MORE_BYTES: interpreters take a while until they have all they need).
+  (MEMORY_MORE and MEMORY_MORE_BYTES: interpreters take a while until they have all they need). A
+  spare's count apart: once it is a member it has connections to all others, and snapshots.
 - A host's run directory has at most FILES files beside its logs, and its directory for temporary
   files at most TEMPORARY.
 """
@@ -57,11 +58,14 @@ class Growth:
     """How the processes of one soak grow, from calm to calm."""
 
     def __init__(self) -> None:
-        self._samples: dict[tuple[str, str, int], list[Sample]] = {}
+        self._samples: dict[tuple[str, str, int, bool], list[Sample]] = {}
 
-    def note(self, host: str, role: str, pid: int, sample: Sample) -> list[str]:
-        """What is wrong with it, of what was seen of this process before."""
-        seen = self._samples.setdefault((host, role, pid), [])
+    def note(
+        self, host: str, role: str, pid: int, sample: Sample, *, is_member: bool = True
+    ) -> list[str]:
+        """What is wrong with it, of what was seen of this process before, while its host was a
+        member of the world as now, or was none."""
+        seen = self._samples.setdefault((host, role, pid, is_member), [])
         seen.append(sample)
         if len(seen) <= SETTLED:
             return []
@@ -84,7 +88,7 @@ class Growth:
         """By role: what the one that was seen longest had, from calm to calm."""
         found: dict[str, dict[str, list[int]]] = {}
         for role in WATCHED:
-            mine = [seen for (_, one, _), seen in self._samples.items() if one == role]
+            mine = [seen for (_, one, _, _), seen in self._samples.items() if one == role]
             if not mine:
                 continue
             longest = max(mine, key=len)

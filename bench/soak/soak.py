@@ -323,7 +323,10 @@ class Soak:
             for role in WATCHED if machine.agent else ():
                 sample = sampled(pids[role])
                 if sample is not None:
-                    wrong += self._growth.note(machine.name, role, pids[role], sample)
+                    is_member = machine.name in self._record.newest.hosts
+                    wrong += self._growth.note(
+                        machine.name, role, pids[role], sample, is_member=is_member
+                    )
         wrong += files_left({name: host.base for name, host in self._world.hosts.items()})
         if wrong:
             raise Violated("; ".join(wrong))

@@ -34,3 +34,11 @@ def test_another_process_begins_anew() -> None:
     growth = Growth()
     for pid in range(10):
         assert not growth.note("a", "SMP", pid, Sample(30 * pid, pid * 100 * MIB, 0))
+
+
+def test_a_spare_that_becomes_a_member_has_more_of_all() -> None:
+    growth = Growth()
+    for number in range(2 * SETTLED):
+        for is_member in (False, True):
+            sample = Sample(24 + 21 * is_member, 30 * MIB + 300 * MIB * is_member, 0)
+            assert not growth.note("g", "SMP", 7, sample, is_member=is_member), number
