@@ -24,7 +24,10 @@ START_S = 20.0
 collect_ignore = (
     []
     if shutil.which("etcd")
-    else ["test_store_etcd.py", "test_store_etcd_private.py", "test_export_etcd.py"]
+    else [
+        *("test_store_etcd.py", "test_store_etcd_private.py", "test_store_etcd_members.py"),
+        "test_export_etcd.py",
+    ]
 )
 
 
