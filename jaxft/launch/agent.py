@@ -288,6 +288,8 @@ class Agent:
         """This host is to go; so may be the whole job, which then writes its newest snapshot."""
         store = self._store
         if store is None or told.number != signal.SIGTERM:
+            if store is None:
+                self._console.say(f"{told}: this host leaves before it has joined the job")
             self._end_ranks(told, INTERRUPT_S, quietly=True)
             return
         leaving = self._leaving = Leaving(self.options)

@@ -87,7 +87,9 @@ def look_at(job: str, store: str = "") -> Survey:
             and not (host in silent and address.startswith("ipc:"))
         }
         asked |= left.keys()
-        for host, answer in _ask_others(left, accounts, stored, relay).items():
+        # Those of this machine once more: the store's answer may have taken its time.
+        again = {host: one.directory / "smp.sock" for host, one in mine.items()} if left else {}
+        for host, answer in _ask_at_once(left, again, accounts, stored, relay).items():
             if isinstance(answer, str):
                 silent.setdefault(host, answer)
             elif (answer.job, answer.host) != (job, host):
@@ -225,13 +227,15 @@ def _addresses(accounts: Mapping[str, Account], view: View | None) -> dict[str, 
     return found | {record.host: record.address for record in records}
 
 
-def _ask_others(
+def _ask_at_once(
     addresses: Mapping[str, str],
+    here: Mapping[str, Path],
     accounts: Mapping[str, Account],
     stored: _Stored,
     relay: Path | None,
 ) -> dict[str, Account | str]:
-    """Each one's account, or why there is none. Where this process has no key, an SMP of this
+    """Each one's account, or why there is none: of hosts elsewhere by their addresses, of those
+    of this machine by their sockets. Where this process has no key, an SMP of this
     machine (at the socket `relay`) asks for it."""
     if not addresses:
         return {}
@@ -245,13 +249,17 @@ def _ask_others(
         untrusted = str(error)
 
     def ask(host: str) -> Account | str:
+        if host in here:
+            seen = _ask_here(here[host])
+            return seen.account or seen.why
         address = addresses[host]
         if not (untrusted and address.startswith("tcp:")):
             return _ask_at(bulk_address(address), trust)
         return untrusted if relay is None else _ask_through(relay, host)
 
-    with ThreadPoolExecutor(min(THREADS_MAX, len(addresses))) as pool:
-        return dict(zip(addresses, pool.map(ask, addresses), strict=True))
+    hosts = [*addresses, *here]
+    with ThreadPoolExecutor(min(THREADS_MAX, len(hosts))) as pool:
+        return dict(zip(hosts, pool.map(ask, hosts), strict=True))
 
 
 def _ask_at(address: str, trust: Trust | None) -> Account | str:

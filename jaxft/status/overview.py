@@ -123,11 +123,15 @@ def _world(generation: Generation, survey: Survey) -> r.WorldReport:
 
 
 def _phase(generation: Generation, inside: Iterable[Account], view: View | None) -> str:
+    if view is not None and view.end is not None:
+        return "ended"
     if view is not None and generation.number in view.faults:
         return "failed"
     if generation.export is not None:
         return "exporting"
-    return "running" if any(account.settled for account in inside) else "restoring"
+    has_settled = view is not None and generation.number in view.progress
+    settled = has_settled or any(account.settled for account in inside)
+    return "running" if settled else "restoring"
 
 
 def _groups(generation: Generation) -> tuple[r.GroupReport, ...]:

@@ -50,9 +50,12 @@ def _answers(report: r.JobReport) -> bool:
 
 
 def _of_hosts(report: r.JobReport) -> Iterator[str]:
+    has_settled = report.world is not None and report.world.phase == "running"
     for host in report.hosts:
         if host.role in ("spare", "left"):
             continue
+        if host.role == "holder" and host.smp == "silent" and has_settled:
+            continue  # What it lent has been restored.
         if host.smp == "silent":
             yield f"{host.host}: its snapshot process is silent: {host.why or 'nothing is known'}"
         elif host.unheard_s is not None:

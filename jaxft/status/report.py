@@ -51,8 +51,8 @@ class HostReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorldReport(msgspec.Struct, frozen=True, kw_only=True):
-    """`phase` is "restoring", "running", "exporting" or "failed". `left_out` are spares that
-    have to wait, since they were lost again and again, and why."""
+    """`phase` is "restoring", "running", "exporting", "failed" or "ended". `left_out` are spares
+    that have to wait, since they were lost again and again, and why."""
 
     generation: int
     phase: str

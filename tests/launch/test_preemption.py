@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from jaxft.checkpoint import Directory
@@ -44,6 +47,20 @@ def test_all_memory_is_lost_one_host_is_told_to_go_and_then_the_other(tmp_path: 
         assert max(found) == end["step"] > last["step"]
         assert f"step {end['step']} is on storage" in world.errors()
         world.assert_nothing_left()
+
+
+def test_a_notice_that_is_there_at_the_start_is_named(tmp_path: Path) -> None:
+    options = ("--host", "a", "--preemption-file", str(tmp_path))
+    ran = subprocess.run(
+        [sys.executable, "-m", "jaxft", "run", *options, "--", "true"],
+        env=os.environ | {"JAXFT_RUN_DIR": str(tmp_path / "run")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    said = f"the preemption file {tmp_path} is there: this host leaves before it has joined the job"
+    assert (ran.returncode, said in ran.stderr) == (143, True), ran.stderr
 
 
 def test_a_notice_is_a_file_whatever_it_is(tmp_path: Path) -> None:

@@ -322,6 +322,31 @@ def test_the_store_is_away_or_says_that_all_is_over() -> None:
     assert "no snapshot process answers" in text(nobody)
 
 
+def test_a_world_of_which_nobody_answers_is_what_the_store_says() -> None:
+    world = generation()
+
+    def phase(**facts: object) -> str | None:
+        seen = overview(survey(world, silent={"a": "gone"}, view=View(generation=world, **facts)))
+        return None if seen.world is None else seen.world.phase
+
+    progress = {world.number: Progress(base=0, step=70, snapshot=NEW)}
+    assert phase() == "restoring"
+    assert phase(progress=progress) == "running"
+    assert phase(progress=progress, end=JobEnd(kind="finished", reason="well")) == "ended"
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_who_has_lent_its_memory_and_gone_is_missed_only_while_it_is_restored(
+    settled: bool,
+) -> None:
+    world = generation()
+    lender = Member(host="z", agent="", arena="", address="tcp://10.0.0.9:1,x", ranks=0)
+    world = msgspec.structs.replace(world, holders=(lender,))
+    accounts = [msgspec.structs.replace(one, settled=settled) for one in healthy(world)]
+    report = overview(survey(world, *accounts, silent={"z": "it does not answer"}))
+    assert any(one.startswith("z: ") for one in report.problems) is not settled
+
+
 def test_an_account_goes_into_a_block_or_says_how_large_it_must_be() -> None:
     one = account("a", generation())
     size_bytes = from_block(to_block(one, 16))
