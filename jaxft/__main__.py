@@ -342,6 +342,10 @@ def run(
             raise ConfigError(
                 "--host names one host, --local-hosts starts several: use one of them"
             )
+        if not (respawn or local_hosts):
+            raise ConfigError(
+                "--no-respawn is for --local-hosts: nobody here starts a lone agent again"
+            )
         low, high = parse_hosts(hosts or str(local_hosts or 1))
         if local_hosts and low > local_hosts:
             raise ConfigError(

@@ -143,6 +143,12 @@ def _sqlite_path(url: str, path: str) -> Path:
         raise ConfigError(f"store {url}: expected sqlite:///absolute/path/file.db")
     if not path:
         raise ConfigError("the store's path is empty")
+    if "://" not in url and ":" in path.partition("/")[0]:
+        # Each machine would have a store of its own there, and not meet the others.
+        raise ConfigError(
+            f"store {url}: it looks like a URL, or host:port, and not like a path (which may be "
+            "./NAME): etcds://HOST:PORT, etcd://HOST:PORT, or sqlite:///absolute/path/file.db"
+        )
     return Path(path)
 
 

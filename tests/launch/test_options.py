@@ -11,6 +11,7 @@ from jaxft.config import failure_domain
 from jaxft.errors import ConfigError
 from jaxft.launch.options import RunOptions, parse_rate
 from jaxft.launch.run import placed
+from jaxft.launch.stores import open_store
 
 RUN = RunOptions(job="j", host="a", command=("true",), store="")
 
@@ -106,6 +107,21 @@ def test_what_is_for_several_machines_is_refused_on_one(
     assert ended.exit_code == 2
     assert f"{said[0]} is for hosts on several machines" in ended.output
     assert "--store etcds://" in ended.output
+
+
+@pytest.mark.parametrize(
+    "url", ["etcd:/10.0.0.9:2379", "etcd:10.0.0.9", "10.0.0.9:2379", "sqlite:/tmp/store.db"]
+)
+def test_a_url_that_is_not_quite_one_is_not_taken_for_a_path(url: str) -> None:
+    """On each machine there would be a file of that name, and nobody would meet."""
+    with pytest.raises(ConfigError, match=r"looks like a URL.*etcd://HOST:PORT"):
+        open_store(url, job="j")
+
+
+def test_an_option_that_would_do_nothing_is_refused() -> None:
+    said = CliRunner().invoke(app, ["run", "--no-respawn", "--", "true"])
+    assert said.exit_code == 2
+    assert "--no-respawn is for --local-hosts" in said.output
 
 
 def test_an_option_of_the_training_command_is_told_from_ours() -> None:
