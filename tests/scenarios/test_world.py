@@ -83,8 +83,8 @@ def the_store_is_away_for_long() -> None:
 def test_who_killed_its_ranks_for_an_absent_store_says_so(monkeypatch: Patch) -> None:
     real = m.find_fault
 
-    def deaf(view: View, me: m.Me) -> Fault | None:
-        fault = real(view, me)
+    def deaf(view: View, me: m.Me, return_s: float) -> Fault | None:
+        fault = real(view, me, return_s)
         return None if fault is not None and fault.kind == "cut_off" else fault
 
     shown(
