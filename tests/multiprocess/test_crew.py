@@ -163,7 +163,8 @@ def test_a_manager_goes_on_from_the_memory_of_the_start_before(crew: Crew) -> No
     crew.until_gone()
     crew.until(lambda: not crew.processes("jaxft.launch.crew"), "end of the agents")
 
+    # Every third step is taken: the newest was on its way at least, the one before it protected.
     crew.start(MANAGED=directory)
-    crew.until(lambda: crew.newest("restored") >= 6, "restore")
+    crew.until(lambda: crew.newest("restored") >= 4, "restore")
     assert all(all(crew.said(rank, "right")) for rank in range(3))
-    assert all(step < 6 for step in crew.said(0, "on_storage")[0])
+    assert all(step < 4 for step in crew.said(0, "on_storage")[0])

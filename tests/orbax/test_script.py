@@ -229,8 +229,11 @@ def test_a_job_that_is_told_to_end_has_its_last_step_on_storage(tmp_path: Path) 
         job.until(lambda: "step 20" in job.printed(), "step 20")
         job.process.terminate()
         assert job.ended(WAIT_S) == 128 + signal.SIGTERM, job.text()
+        told = job.text()
     with plain.CheckpointManager(tmp_path / "run") as unchanged:
-        first, last = unchanged.all_steps()
+        steps = unchanged.all_steps()
+        assert len(steps) == 2, told
+        first, last = steps
         assert first == 0
         assert last >= 20
         note = unchanged.restore(last, args=plain.args.Composite(note=plain.args.JsonRestore()))
