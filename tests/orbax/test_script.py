@@ -227,6 +227,8 @@ def test_a_job_that_is_told_to_end_has_its_last_step_on_storage(tmp_path: Path) 
     options = ("--local-hosts", "2", "--code", "1+1", "--grace-s", "50")
     with run(*options, command=command, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="1") as job:
         job.until(lambda: "step 20" in job.printed(), "step 20")
+        # Orbax writes step 0 meanwhile; what it is still writing when the ranks end is not whole.
+        job.until(lambda: (tmp_path / "run" / "0").is_dir(), "step 0 on storage")
         job.process.terminate()
         assert job.ended(WAIT_S) == 128 + signal.SIGTERM, job.text()
         told = job.text()
