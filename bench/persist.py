@@ -20,7 +20,7 @@ from pathlib import Path
 from bench.baseline_orbax import TMPFS
 from bench.measure import Report
 from bench.memory import Peaks, private_bytes, used_by
-from bench.processes import below, until
+from bench.processes import below, until, variables
 from bench.rows import Row, at_most, median, row
 from bench.sizes import MIB, Sizes
 from bench.world import World
@@ -47,13 +47,15 @@ def measure(sizes: Sizes, report: Report) -> list[Row]:
             world.all("protect")
             base = sum(used_by(world))
             with Peaks(lambda: [sum(used_by(world)) + _helpers(world)]) as peaks:
-                taken = _whole(world.all("persist"))
-                until(lambda: not _pids(world), "the end of the helpers", END_S)
+                answers = world.all("persist")
+                # Those of the next one may have been started since.
+                written = max(int(one["number"]) for one in answers)
+                _await_end_of(written, world)
                 peak = max(peak, peaks.take()[0] - base)
             left = max(left, sum(used_by(world)) - base)
             peer = _whole(world.all("orbax"))
             if number:  # the first round is thrown away
-                ours.append(taken)
+                ours.append(_whole(answers))
                 peers.append(peer)
             report(number + 1, sizes.slow_rounds + 1, "persist")
     limit = (SEGMENTS_MAX * sizes.host_bytes + MORE_BYTES_MAX) / MIB
@@ -84,20 +86,25 @@ def _whole(answers: list[dict[str, float]]) -> dict[str, float]:
     return {"whole": ended_s - began_s, "stall": max(one["stall"] for one in answers)}
 
 
-def _pids(world: World) -> list[int]:
-    """The helpers that there are."""
-    found = []
+def _await_end_of(persist: int, world: World) -> None:
+    """Waits until its helpers are gone."""
+    until(lambda: persist not in _running(world).values(), "the end of the helpers", END_S)
+
+
+def _running(world: World) -> dict[int, int]:
+    """The helpers that there are, and which persist each is of."""
+    found = {}
     for pid in below(world.directory):
-        with contextlib.suppress(OSError):
-            if b"jaxft.persist" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                found.append(pid)
+        number = variables(pid).get("JAXFT_PERSIST")
+        if number is not None:
+            found[pid] = int(number)
     return found
 
 
 def _helpers(world: World) -> int:
     """Bytes that the helpers have for themselves."""
     total = 0
-    for pid in _pids(world):
+    for pid in _running(world):
         with contextlib.suppress(OSError):
             total += private_bytes(pid)
     return total

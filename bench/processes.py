@@ -18,14 +18,20 @@ STOP_S = 30.0
 
 def below(run_dir: Path) -> list[int]:
     """The other processes of this user that have this run directory in their environment."""
-    wanted = f"JAXFT_RUN_DIR={run_dir}".encode()
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            with contextlib.suppress(OSError):
-                if wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
-                    found.append(int(name))
-    return found
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    wanted = str(run_dir)
+    return [
+        pid for pid in pids if pid != os.getpid() and variables(pid).get("JAXFT_RUN_DIR") == wanted
+    ]
+
+
+def variables(pid: int) -> dict[str, str]:
+    """What a process was started with; none if it is gone or is not this user's."""
+    try:
+        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
+    except OSError:
+        return {}
+    return {name: value for name, _, value in (one.partition("=") for one in text.split("\0"))}
 
 
 def end_all(run_dir: Path) -> None:

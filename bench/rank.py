@@ -103,7 +103,8 @@ class Rank:
             self.save()
 
     def persist(self) -> dict[str, float]:
-        """Snapshots until one goes to storage, and that, from its commit until it is there."""
+        """Snapshots until one goes to storage, and that, from its commit until it is there; and
+        which persist that was."""
         while True:
             self.calls += 1
             receipt = self.snapshotter.save(self.calls, self.state)
@@ -113,8 +114,12 @@ class Rank:
             if self.snapshotter.client.outcomes[receipt.id.seq].persist:
                 break
             time.sleep(PAUSE_S)
+        order = self.snapshotter.client.persist
+        assert order is not None
         receipt.persisted.result(WAIT_S)
-        return {"began": began_s, "protected": time.monotonic(), "stall": receipt.stall_s}
+        ended_s = time.monotonic()
+        stall_s = receipt.stall_s
+        return {"began": began_s, "protected": ended_s, "stall": stall_s, "number": order.number}
 
     def train(self, steps: int, how: str) -> dict[str, float]:
         """A training run that saves every step with jaxft, with Orbax, or not at all."""
