@@ -51,7 +51,8 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     is the newest generation of this agent of which no rank lives here any more. `fresh`: the run
     was started to ignore earlier memory. `leaving`: it was told to end. `waits` is why it takes no
     part, if it was lost again and again. `trust` is the name of what
-    hosts on other machines must have, to talk to this one. `machine` is another one on each machine
+    hosts on other machines must have, to talk to this one. `asks` are the options, with their
+    values, that have to be the same on all hosts. `machine` is another one on each machine
     and after each of its boots ("": not known). Of ranks that agents have not started, `run` names
     the start of the script that they are of, and `place` is this host's among its hosts: others
     have numbered the ranks.
@@ -71,6 +72,7 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     leaving: bool = False
     waits: str = ""
     trust: str = ""
+    asks: tuple[tuple[str, str], ...] = ()
     machine: str = ""
     run: str = ""
     place: int = -1

@@ -20,11 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxft.errors import ConfigError, LaunchError
-from jaxft.group.records import View
 
 _SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # netdevice(7)
 _IFF_UP = 1
-_REMEDY = "name the address at which other hosts reach this one: --address, or --interface"
+REMEDY = "name the address at which other hosts reach this one: --address, or --interface"
 
 
 def own_address(
@@ -48,7 +47,7 @@ def own_address(
         if _ip(found).version == 6 and _ip(found).is_link_local:
             raise ConfigError(
                 f"this machine reaches the store from {found}, which does not lead to one host: "
-                f"{_REMEDY}"
+                f"{REMEDY}"
             )
         return "" if _ip(found).is_loopback else found
     named = f"--address {address}" if address else f"--interface {interface}"
@@ -56,48 +55,10 @@ def own_address(
     if ipaddress.ip_address(found).is_loopback and not _on_loopback(endpoints):
         raise ConfigError(
             f"{named}: {found} is a loopback address, where nobody else reaches this host, and the "
-            f"store is on another machine: {_REMEDY}"
+            f"store is on another machine: {REMEDY}"
         )
     _check_own(found, named)
     return found
-
-
-def misfit(own: str, view: View) -> str:
-    """Why this host cannot take part with the others, as it would be out of their reach; "" if it
-    can. A member of the newest world can, whoever else comes.
-
-    Args:
-        own: name of this host.
-        view: what is in the store.
-    """
-    mine, generation = view.hosts.get(own), view.generation
-    if mine is None or (generation is not None and generation.index_of(own) is not None):
-        return ""
-    members = None if generation is None else {member.host for member in generation.hosts}
-    for record in view.hosts.values():
-        if members is not None and record.host not in members:
-            continue
-        if record.address.partition(":")[0] != mine.address.partition(":")[0]:
-            local, other = (mine, record) if mine.address.startswith("ipc") else (record, mine)
-            return (
-                f"host {local.host} can only be reached on its own machine (it finds the store at "
-                f"a loopback address), and host {other.host} is at {other.address}: on host "
-                f"{local.host}, {_REMEDY}"
-            )
-        ours, theirs = mine.member().ip, record.member().ip
-        if ours and theirs and _ip(ours).version != _ip(theirs).version:
-            return (
-                f"host {record.host} is at {theirs}, and this host, {own}, at {ours}: one is an "
-                f"IPv{_ip(theirs).version} address, the other an IPv{_ip(ours).version} one, and "
-                f"hosts only reach each other by one kind: {_REMEDY}"
-            )
-        if record.trust != mine.trust:
-            return (
-                f"host {record.host} has job key {record.trust}, and this host, {own}, has "
-                f"{mine.trust}: all hosts need the same key (--job-key-file, JAXFT_JOB_KEY, or "
-                "none of these, for the one in the store), and --trust-network on all or on none"
-            )
-    return ""
 
 
 def _toward(endpoints: Sequence[tuple[str, int]]) -> str:
@@ -151,7 +112,7 @@ def _fault_of(found: str) -> str:
     """Why others do not reach this machine at this address; "" if they may."""
     ip = _ip(found)
     if ip.is_unspecified or ip.is_multicast or ip.is_link_local:
-        return f"does not lead to one host: {_REMEDY}"
+        return f"does not lead to one host: {REMEDY}"
     family = socket.AF_INET6 if ip.version == 6 else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:

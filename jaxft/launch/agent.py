@@ -42,10 +42,10 @@ from jaxft.group.records import (
 from jaxft.group.world import Generation, Member, encode
 from jaxft.host import protocol
 from jaxft.host.local import make_private
-from jaxft.launch.addresses import misfit
 from jaxft.launch.announcements import in_words
 from jaxft.launch.console import Console
 from jaxft.launch.ended_run import clear_ended_run
+from jaxft.launch.fitting import Fitting
 from jaxft.launch.floor import (
     known_generation,
     remember,
@@ -123,6 +123,8 @@ class Agent:
         make_private(options.logs())
         self._events = EventLog(config.events_dir(), host=options.host, role="agent")
         self._speaker = Speaker(console, self._events, options.host, options.lease_s)
+        self._lapse_s = 2 * options.lease_s + LAPSE_S
+        self._fitting = Fitting(options.host, self._lapse_s, console.say)
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._signal = 0
         self._hurried = False
@@ -273,10 +275,9 @@ class Agent:
 
     def _wait_for_name(self, store: Store) -> None:
         """An agent that was lost with another machine has this host's name for a lease."""
-        patience_s = 2 * self.options.lease_s + LAPSE_S
         try:
             wait_for_name(
-                store, self._host, machine_id(), patience_s, self._console.say, self._heed
+                store, self._host, machine_id(), self._lapse_s, self._console.say, self._heed
             )
         except Interrupted:
             # Nothing of this host is in the job yet, so there is nothing to leave.
@@ -468,6 +469,7 @@ class Agent:
             leaving=self._leaving is not None,
             waits=self._why_it_waits,
             trust=welcome.trust,
+            asks=options.asks(),
             machine=machine_id(),
         )
 
@@ -563,8 +565,8 @@ class Agent:
                 view = self._watcher.view() if self._watcher is not None else None
                 if view is None or self._watcher is None:
                     return None
-                if wrong := misfit(self._host, view):
-                    raise LaunchError(wrong)
+                if (view := self._fitting.only_those(view)) is None:
+                    return None
                 self._watchdog.tell(store, view)
                 self._mind_warm(store, view)
                 decision = self._observer.decide(

@@ -195,6 +195,17 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
             ),
         )
 
+    def asks(self) -> tuple[tuple[str, str], ...]:
+        """The options that have to be the same on all hosts, with their values. Whoever writes a
+        generation goes by its own, and hosts have to know how long another one may train on without
+        the store, or be silent."""
+        return (
+            ("--hosts", f"{self.hosts_min}:{self.hosts_max}"),
+            ("--code", str(self._asked_code())),
+            ("--lease-s", f"{self.lease_s:g}"),
+            ("--store-grace-s", f"{self.store_grace_s:g}"),
+        )
+
     def directory(self) -> Path:
         """Where this host's socket, lock and logs of the job are."""
         return config.host_dir(config.run_dir().absolute(), self.job, self.host)

@@ -9,17 +9,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 
 import jaxft.launch.addresses
 from bench.apart.network import Network
 from bench.apart.world import ROOT
 from jaxft.errors import ConfigError
-from jaxft.group.placement import form_groups
-from jaxft.group.records import HostRecord, View
-from jaxft.group.world import Code, Generation
-from jaxft.launch.addresses import misfit, own_address
+from jaxft.launch.addresses import own_address
 
 # Answers questions of a host's own address, in the host's place.
 ASK = """
@@ -121,53 +117,3 @@ def test_an_address_that_others_take_for_one_of_their_own_network_is_refused(
     monkeypatch.setattr(jaxft.launch.addresses, "_toward", lambda endpoints: "fe80::1%net")
     with pytest.raises(ConfigError, match=r"from fe80::1%net, which .* --address, or --interface"):
         own_address([("fe80::2%net", 2379)])
-
-
-def record(host: str, address: str, trust: str = "") -> HostRecord:
-    return HostRecord(host=host, agent="", arena="", address=address, coordinator="", trust=trust)
-
-
-def view(*hosts: HostRecord, world: tuple[HostRecord, ...] = ()) -> View:
-    generation = None
-    if world:
-        generation = Generation(
-            job="j",
-            number=1,
-            nonce="",
-            hosts=tuple(host.member() for host in world),
-            groups=form_groups(len(world), Code()),
-            code=Code(),
-        )
-    return View(hosts={host.host: host for host in hosts}, generation=generation)
-
-
-NEAR, FAR = record("a", "ipc:///c,ipc:///b"), record("b", "tcp://10.0.0.1:1,")
-
-
-def test_hosts_on_one_machine_and_hosts_apart_do_not_mix() -> None:
-    for own in ("a", "b"):
-        wrong = misfit(own, view(NEAR, FAR))
-        assert "host a can only be reached on its own machine" in wrong
-        assert "on host a, name the address" in wrong
-    assert misfit("a", view(NEAR)) == misfit("b", view(FAR)) == misfit("c", view(NEAR)) == ""
-
-
-def test_a_world_that_is_there_does_not_end_for_a_newcomer_that_does_not_fit() -> None:
-    assert misfit("a", view(NEAR, FAR, world=(NEAR,))) == ""
-    assert misfit("b", view(NEAR, FAR, world=(NEAR,))) != ""
-    other = msgspec.structs.replace(NEAR, host="c")
-    assert misfit("c", view(NEAR, FAR, other, world=(NEAR,))) == ""
-
-
-def test_hosts_with_different_keys_are_told_so() -> None:
-    one, two = (record(host, "tcp://10.0.0.1:1,", f"{host}{host} encrypted") for host in "ab")
-    wrong = misfit("b", view(one, two, world=(one,)))
-    assert "host a has job key aa encrypted, and this host, b, has bb encrypted" in wrong
-
-
-def test_hosts_at_addresses_of_two_kinds_are_told_so() -> None:
-    one, two = record("a", "tcp://10.0.0.1:1,"), record("b", "tcp://[fd00::2]:1,")
-    wrong = misfit("b", view(one, two, world=(one,)))
-    assert "host a is at 10.0.0.1, and this host, b, at fd00::2" in wrong
-    assert "an IPv4 address, the other an IPv6 one" in wrong
-    assert misfit("a", view(one, two, world=(one,))) == ""
