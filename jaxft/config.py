@@ -138,6 +138,7 @@ def own_address(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
 
 
 NO_DOMAIN = "none"
+DOMAIN = re.compile(r"[!-~]{1,255}")
 
 
 def failure_domain(
@@ -153,9 +154,18 @@ def failure_domain(
         said: by an option.
         one_machine: all hosts are on this one, and nothing in the environment tells them apart.
         environ: the environment; by default this process's.
+
+    Raises:
+        ConfigError: what a person says is no name.
     """
     env = os.environ if environ is None else environ
     named = said or ("" if one_machine else env.get("JAXFT_FAILURE_DOMAIN", ""))
+    if named and not DOMAIN.fullmatch(named):
+        where = "--failure-domain" if said else "JAXFT_FAILURE_DOMAIN"
+        raise ConfigError(
+            f"{where} {named[:80]!r}: expected a name of 1 to 255 ASCII characters without spaces, "
+            "for example rack-7"
+        )
     if named or one_machine:
         return "" if named == NO_DOMAIN else named
     slice_id = env.get("MEGASCALE_SLICE_ID", "")

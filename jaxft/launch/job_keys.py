@@ -88,11 +88,14 @@ def given_key(file: str = "") -> JobKey | None:
     """
     if file:
         return JobKey.read(Path(file), "--job-key-file")
-    if text := config.job_key():
+    text, path = config.job_key(), config.job_key_file()
+    if text and path:
+        raise ConfigError(
+            "JAXFT_JOB_KEY and JAXFT_JOB_KEY_FILE both give the job's key: use one of them"
+        )
+    if text:
         return JobKey.parse(text, "JAXFT_JOB_KEY")
-    if path := config.job_key_file():
-        return JobKey.read(path, "JAXFT_JOB_KEY_FILE")
-    return None
+    return JobKey.read(path, "JAXFT_JOB_KEY_FILE") if path else None
 
 
 def _stored(store: Store) -> JobKey:

@@ -65,6 +65,9 @@ def test_an_option_beats_the_environment_and_that_the_store(
     monkeypatch.setenv("JAXFT_JOB_KEY_FILE", key_file(tmp_path, "named"))
     assert found() == KEYS["named"].text
     monkeypatch.setenv("JAXFT_JOB_KEY", KEYS["text"].text)
+    with pytest.raises(ConfigError, match="JAXFT_JOB_KEY and JAXFT_JOB_KEY_FILE both give"):
+        found()
+    monkeypatch.delenv("JAXFT_JOB_KEY_FILE")
     assert found() == KEYS["text"].text
     options = msgspec.structs.replace(OPTIONS, job_key_file=key_file(tmp_path, "file"))
     assert found(options) == KEYS["file"].text

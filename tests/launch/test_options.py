@@ -90,6 +90,14 @@ def test_a_hosts_failure_domain(said: str, environ: dict[str, str], domain: str)
     assert failure_domain(said, one_machine=True, environ=environ) == said.removeprefix("none")
 
 
+@pytest.mark.parametrize("name", ["rack 7", "rack\n7", "räck", "r" * 256])
+def test_a_failure_domain_is_a_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--failure-domain .* expected a name"):
+        failure_domain(name)
+    with pytest.raises(ConfigError, match=r"^JAXFT_FAILURE_DOMAIN .* expected a name"):
+        failure_domain(environ={"JAXFT_FAILURE_DOMAIN": name})
+
+
 @pytest.mark.parametrize(
     "said",
     [
