@@ -9,7 +9,8 @@ Rules
 - There is an export where the newest generation that has settled has a directory for checkpoints,
   and a snapshot newer than the newest checkpoint there.
 - While too few hosts are waited on, there is one too, and the wait goes on after it.
-- One that fails is not tried again, except after the loss of a host, TRIES_MAX times.
+- One that fails is not tried again, except after the loss of a host, or while one was silent,
+  TRIES_MAX times.
 - An export that fails changes nothing about the end but its words.
 """
 
@@ -22,7 +23,9 @@ from jaxft.group.world import Export
 
 TRIES_MAX = 3
 # After these faults of an export another one may do better.
-LOSSES = frozenset({"host_lost", "memory_lost", "agent_restarted", "smp_moved", "told_to_end"})
+LOSSES = frozenset(
+    {"host_lost", "memory_lost", "agent_restarted", "smp_moved", "unreachable", "told_to_end"}
+)
 
 
 def wanted_export(view: View) -> Export | None:

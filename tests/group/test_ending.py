@@ -128,6 +128,19 @@ def test_an_export_that_loses_a_host_is_tried_again_by_the_rest() -> None:
     assert isinstance(settle(m.Observer(RULES), board, me(answers=NOBODY)), m.Finish)
 
 
+def test_an_export_in_which_a_snapshot_process_is_silent_is_tried_again() -> None:
+    """Its agent starts one that hangs again."""
+    board = trained()
+    done(board)
+    perform(board, decide(board, inside(1)))
+    board.fault("unreachable", "host3")
+    board.acknowledge(*NAMES)
+    perform(board, settle(m.Observer(RULES), board, me(answers=NOBODY)))
+    assert board.generation.export is not None
+    assert board.generation.export.tries == 2
+    assert [one.host for one in board.generation.hosts] == list(NAMES)
+
+
 def test_one_that_takes_for_ever_is_ended() -> None:
     board = trained()
     done(board)
