@@ -619,8 +619,12 @@ class Agent:
                 self._smp.send(protocol.SnapshotNow(reason=reason))
                 self._progress.hurry()
                 return False
-            case m.KillRanks(generation=number, reason=reason):
-                return self._leave(number, store, view.faults.get(number))
+            case m.KillRanks(generation=number):
+                fault = view.faults.get(number)
+                # On one machine who has found it has said it.
+                if fault is not None and self.options.address:
+                    self._speaker.ended(fault, self._generation)
+                return self._leave(number, store, fault)
             case m.DeclareFault(fault, expect, _):
                 key = f"{FAULT}{fault.generation}"
                 fault = msgspec.structs.replace(fault, at_s=time.time())

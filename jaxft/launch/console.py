@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -33,8 +34,9 @@ class Console:
         self.quiet = quiet
 
     def say(self, text: str) -> None:
-        """The agent's own word, on standard error."""
-        _write(sys.stderr, f"jaxft [{self.host}] {text}\n")
+        """The agent's own word, on standard error, with the machine's time in front."""
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        _write(sys.stderr, f"{now} jaxft [{self.host}] {text}\n")
 
     def rank_line(self, rank: int, text: str) -> None:
         """A line that a rank printed, on standard output."""

@@ -35,6 +35,7 @@ class Speaker:
         self._store_said = False
         self._waits = ("", 0.0)
         self._generation = 0
+        self._ended: tuple[int, str] = (0, "")
 
     def once(self, text: str) -> None:
         """Says it, unless it was the last word."""
@@ -103,6 +104,13 @@ class Speaker:
                 host=fault.host,
                 silent_s=self._lease_s,
             )
+        self.ended(fault, of)
+
+    def ended(self, fault: Fault, of: Generation | None) -> None:
+        """Says why the generation `of`, in which this agent is, has ended, if it was not said."""
+        known, self._ended = self._ended, (fault.generation, fault.detail)
+        if known == self._ended:
+            return
         if of is not None and of.export is not None:
             self._console.say(f"the newest snapshot did not get to storage: {fault.detail}")
         elif fault.kind == "grown":

@@ -85,6 +85,9 @@ def test_process_0_is_killed_case_34(world: World) -> None:
     number, known = newest(world) + 1, protected(world, "abcd")
     os.kill(rank_of(world["a"]), signal.SIGKILL)
     all_go_on(world, "abcd", number, known)
+    # Each host's own log says why, once.
+    ends = f"generation {number - 1} ends: rank 0 on a ended with signal 9"
+    assert [world[name].text().count(ends) for name in "abcd"] == [1, 1, 1, 1], world.text()
 
 
 def test_the_first_agent_is_killed_and_its_host_comes_back_by_another_name_case_22_34(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import io
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from jaxft.group.records import Fault, JobEnd
-from jaxft.launch.console import colour
+from jaxft.launch.console import Console, colour
 from jaxft.launch.summary import FAILURES_SHOWN, summary
 
 
@@ -24,6 +25,13 @@ def test_prefixes_are_coloured_on_a_terminal_only(monkeypatch: pytest.MonkeyPatc
     assert colour(io.StringIO(), 1, "[a 1]") == "[a 1]"
     monkeypatch.setenv("NO_COLOR", "1")
     assert colour(Terminal(), 1, "[a 1]") == "[a 1]"
+
+
+def test_an_agents_words_have_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    Console("a", quiet=True).say("it goes on")
+    time, words = capsys.readouterr().err.split(" jaxft ")
+    assert datetime.now() - datetime.fromisoformat(time) < timedelta(minutes=1)
+    assert words == "[a] it goes on\n"
 
 
 def failures(count: int) -> tuple[Fault, ...]:
