@@ -11,8 +11,8 @@ def last_words(turn: Turn) -> str:
     """What became of it, for a person."""
     if turn.result == "protected":
         return (
-            f"a last snapshot, of step {turn.step}, is protected in the memory of the hosts that "
-            "stay: it goes when all of them end"
+            f"a last snapshot, of step {turn.step}, is protected in the memory of the job's hosts, "
+            "which goes when all of them end"
         )
     return f"no last snapshot: {turn.result}"
 
