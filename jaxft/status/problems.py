@@ -42,7 +42,7 @@ def _of_the_world(report: r.JobReport) -> Iterator[str]:
     elif world.phase == "restoring":
         yield f"generation {world.generation} has not settled yet: it starts, or restores"
     elif world.phase == "exporting":
-        yield f"the job ends: generation {world.generation} writes its newest snapshot to storage"
+        yield f"nobody trains in generation {world.generation}: {world.reason}"
 
 
 def _answers(report: r.JobReport) -> bool:
