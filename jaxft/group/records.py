@@ -41,6 +41,9 @@ SURROUNDINGS = "surroundings"
 NUMBER = "number"
 JOB_KEY = "job_key"
 
+# How much longer than it was asked for a lease may last: etcd counts whole seconds.
+LAPSE_S = 2.0
+
 
 class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A host that is there.
@@ -52,8 +55,9 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     was started to ignore earlier memory. `leaving`: it was told to end. `waits` is why it takes no
     part, if it was lost again and again. `trust` is the name of what
     hosts on other machines must have, to talk to this one. `asks` are the options, with their
-    values, that have to be the same on all hosts. `machine` is another one on each machine
-    and after each of its boots ("": not known). Of ranks that agents have not started, `run` names
+    values, that have to be the same on all hosts. `lease_s` is how long the record outlives its
+    last renewal (0: not known). `machine` is another one on each machine and after each of its
+    boots ("": not known). Of ranks that agents have not started, `run` names
     the start of the script that they are of, and `place` is this host's among its hosts: others
     have numbered the ranks.
     """
@@ -73,9 +77,16 @@ class HostRecord(msgspec.Struct, frozen=True, kw_only=True):
     waits: str = ""
     trust: str = ""
     asks: tuple[tuple[str, str], ...] = ()
+    lease_s: float = 0.0
     machine: str = ""
     run: str = ""
     place: int = -1
+
+    @property
+    def lapse_s(self) -> float:
+        """How long this may be on record once its agent is gone, at most (0: not known). Whoever
+        looks may have begun to count a lease after the last renewal."""
+        return 2 * self.lease_s + LAPSE_S if self.lease_s else 0.0
 
     def member(self) -> Member:
         return Member(

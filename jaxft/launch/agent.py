@@ -89,8 +89,6 @@ TICK_S = 0.25
 CALM_S = 10.0
 TURNS_MAX = 20
 PROBE_EVERY_S = 1.0
-# How much longer than it was asked for a lease may last: etcd counts whole seconds.
-LAPSE_S = 2.0
 QUIET_KINDS = frozenset({"committed", "chosen"})
 
 
@@ -123,8 +121,7 @@ class Agent:
         make_private(options.logs())
         self._events = EventLog(config.events_dir(), host=options.host, role="agent")
         self._speaker = Speaker(console, self._events, options.host, options.lease_s)
-        self._lapse_s = 2 * options.lease_s + LAPSE_S
-        self._fitting = Fitting(options.host, self._lapse_s, console.say)
+        self._fitting = Fitting(options.host, console.say)
         self._wake_r, self._wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._signal = 0
         self._hurried = False
@@ -191,7 +188,7 @@ class Agent:
                 url=self.options.store, ca=access.ca, cert=access.cert, key=access.key
             )
             note_store(self.directory, where)
-            clear_ended_run(self._store, 2 * self.options.lease_s)
+            clear_ended_run(self._store)
             self._wait_for_name(self._store)
             self._smp.begin(job_trust(self.options, self._store, self._console.say))
             end = self._loop(self._store)
@@ -276,9 +273,7 @@ class Agent:
     def _wait_for_name(self, store: Store) -> None:
         """An agent that was lost with another machine has this host's name for a lease."""
         try:
-            wait_for_name(
-                store, self._host, machine_id(), self._lapse_s, self._console.say, self._heed
-            )
+            wait_for_name(store, self._host, machine_id(), self._console.say, self._heed)
         except Interrupted:
             # Nothing of this host is in the job yet, so there is nothing to leave.
             store.close()
@@ -470,6 +465,7 @@ class Agent:
             waits=self._why_it_waits,
             trust=welcome.trust,
             asks=options.asks(),
+            lease_s=options.lease_s,
             machine=machine_id(),
         )
 

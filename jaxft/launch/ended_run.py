@@ -11,28 +11,30 @@ from jaxft.launch.store import Store
 POLL_S = 0.2
 
 
-def clear_ended_run(store: Store, patience_s: float = 0.0) -> None:
+def clear_ended_run(store: Store) -> None:
     """Takes away what an earlier run of the job left behind, if that has ended and nobody of it is
     there any more. Generations go on being counted from where they were. A run that failed let its
     memory go: what it had protected stays on record, so that the next one does not silently begin
     anew.
 
+    Hosts that are still on record though all were told to end are waited for: whoever is started
+    after such an end is to go on, and not to end with them.
+
     Args:
         store: of the job.
-        patience_s: for hosts that are still there though all were told to end: whoever is started
-            after such an end is to go on, and not to end with them.
 
     Raises:
         StoreError: the store does not answer.
     """
-    deadline_s = time.monotonic() + patience_s
+    began_s = time.monotonic()
     while True:
         entries = store.read()
         view = read_view(entries)
         if view.end is None:
             return
         if view.hosts:
-            if view.end.kind != "told" or time.monotonic() > deadline_s:
+            patience_s = max(one.lapse_s for one in view.hosts.values())
+            if view.end.kind != "told" or time.monotonic() > began_s + patience_s:
                 return
             store.changed(POLL_S)
             continue

@@ -7,8 +7,8 @@ Rules
 - A member whose agent was started again is a newcomer.
 - Others decide as if a host that does not fit were not there.
 - A record of a run that was killed stays until its lease lapses, and that run may have been started
-  otherwise. So a host that does not fit waits for as long before it gives up, and takes part in
-  nothing meanwhile.
+  otherwise, with a longer lease too. So a host that does not fit waits for as long as any of the
+  records may stay before it gives up, and takes part in nothing meanwhile.
 """
 
 from __future__ import annotations
@@ -29,13 +29,11 @@ class Fitting:
 
     Args:
         host: its host's name.
-        patience_s: how long the record of a host that is gone may stay.
         say: tells a person.
     """
 
-    def __init__(self, host: str, patience_s: float, say: Callable[[str], None]) -> None:
+    def __init__(self, host: str, say: Callable[[str], None]) -> None:
         self._host = host
-        self._patience_s = patience_s
         self._say = say
         self._said: dict[str, str] = {}
         self._since_s: float | None = None
@@ -58,7 +56,8 @@ class Fitting:
             return msgspec.structs.replace(view, hosts=hosts) if wrong else view
         now_s = time.monotonic()
         self._since_s = now_s if self._since_s is None else self._since_s
-        left_s = self._since_s + self._patience_s - now_s
+        patience_s = max(one.lapse_s for one in view.hosts.values())
+        left_s = self._since_s + patience_s - now_s
         if left_s <= 0:
             raise ConfigError(mine)
         waits = f"{mine}. In case that is of a run that has ended, it waits for {left_s:.0f} s"

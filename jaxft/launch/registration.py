@@ -59,7 +59,6 @@ def wait_for_name(
     store: Store,
     host: str,
     machine: str,
-    patience_s: float,
     say: Callable[[str], None],
     check: Callable[[], None],
 ) -> None:
@@ -72,7 +71,6 @@ def wait_for_name(
         store: of the job.
         host: the name.
         machine: see `machine_id`; of this one.
-        patience_s: how long to wait, longer than a lease.
         say: tells a person.
         check: called now and then; raises to end the wait.
 
@@ -81,14 +79,15 @@ def wait_for_name(
         StoreError: the store does not answer.
     """
     key = f"{HOST}{host}"
-    deadline_s = time.monotonic() + patience_s
+    began_s = time.monotonic()
     said = False
     while (entry := store.read(key).get(key)) is not None:
         check()
         other = read_view({key: entry}).hosts[host]
         if not (machine and other.machine) or other.machine == machine:
             return
-        if time.monotonic() > deadline_s:
+        left_s = began_s + other.lapse_s - time.monotonic()
+        if left_s < 0:
             raise JobInUse(
                 f"host {host} of this job lives on another machine, or in another container (its "
                 "memory at "
@@ -97,11 +96,11 @@ def wait_for_name(
             )
         if not said:
             say(
-                f"host {host} is registered from another machine: waits {patience_s:g} s for it "
-                "to go"
+                f"host {host} is registered from another machine: waits {other.lapse_s:g} s for "
+                "it to go"
             )
         said = True
-        store.changed(min(_POLL_S, max(0.0, deadline_s - time.monotonic())))
+        store.changed(min(_POLL_S, left_s))
 
 
 class Registration:

@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import jaxft.group.records
 from jaxft.errors import JobInUse, StoreError
 from jaxft.group.manifest import SnapshotId
 from jaxft.group.records import (
@@ -301,30 +302,33 @@ def test_a_fault_in_the_thread_that_keeps_the_lease_does_not_end_it(
 
 
 def test_a_name_that_an_agent_on_another_machine_has_is_waited_for_and_not_taken(
-    store: Store,
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(jaxft.group.records, "LAPSE_S", 0.0)
     said: list[str] = []
     checks: list[None] = []
 
-    def wait(machine: str, patience_s: float) -> None:
-        wait_for_name(store, "a", machine, patience_s, said.append, lambda: checks.append(None))
+    def wait(machine: str) -> None:
+        wait_for_name(store, "a", machine, said.append, lambda: checks.append(None))
 
-    wait("m2", 0.0)  # nobody has it
+    def there(lease_s: float) -> bytes:
+        return encode(msgspec.structs.replace(RECORD, machine="m1", lease_s=lease_s))
+
+    wait("m2")  # nobody has it
     lease = store.lease(KEY, encode(RECORD), 60.0)
-    wait("m2", 0.0)  # nobody says which machine has it
-    lease.update(encode(msgspec.structs.replace(RECORD, machine="m1")))
-    wait("", 0.0)
-    wait("m1", 0.0)  # its agent was killed here, and is started again
+    wait("m2")  # nobody says which machine has it
+    lease.update(there(0.15))
+    wait("")
+    wait("m1")  # its agent was killed here, and is started again
     assert not said
     with pytest.raises(JobInUse, match=r"host a of this job lives on another machine.*--host"):
-        wait("m2", 0.3)
+        wait("m2")
     assert said == ["host a is registered from another machine: waits 0.3 s for it to go"]
     lease.release()
-    lost = encode(msgspec.structs.replace(RECORD, machine="m1"))
-    store.lease(KEY, lost, 0.3)  # and is never renewed
+    store.lease(KEY, there(5.0), 0.3)  # and is never renewed
     checks.clear()
     began_s = time.monotonic()
-    wait("m2", 10.0)
+    wait("m2")
     assert 0.2 < time.monotonic() - began_s < 5.0
     assert checks
     assert registered(store) is None

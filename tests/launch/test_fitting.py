@@ -43,7 +43,7 @@ NEAR, FAR = record("a"), record("b", FAR_PLACE)
 
 def asking(host: str, **options: object) -> HostRecord:
     asked = RunOptions(job="j", host=host, command=("true",), store="", **options)  # type: ignore[arg-type]
-    return record(host, asks=asked.asks())
+    return record(host, asks=asked.asks(), lease_s=asked.lease_s)
 
 
 def test_hosts_on_one_machine_and_hosts_apart_do_not_mix() -> None:
@@ -118,15 +118,17 @@ def test_a_record_that_says_nothing_of_its_options_fits() -> None:
     assert misfits(view(record("a"), asking("b", hosts_max=3))) == {}
 
 
+@pytest.mark.parametrize("own_lease_s", [1, 5])
 def test_a_host_that_does_not_fit_waits_as_long_as_a_run_that_was_killed_may_be_on_record(
-    monkeypatch: pytest.MonkeyPatch,
+    own_lease_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [100.0]
     monkeypatch.setattr(jaxft.launch.fitting.time, "monotonic", lambda: now_s[0])
     said: list[str] = []
-    killed, mine = asking("a", hosts_max=2), asking("b", hosts_max=3)
+    killed = asking("a", hosts_max=2, lease_s=5)
+    mine = asking("b", hosts_max=3, lease_s=own_lease_s)
     both, alone = view(killed, mine), view(mine)
-    fitting = Fitting("b", 12.0, said.append)
+    fitting = Fitting("b", said.append)
     assert fitting.only_those(both) is None
     now_s[0] += 11
     assert fitting.only_those(both) is None
@@ -142,7 +144,7 @@ def test_a_host_that_does_not_fit_waits_as_long_as_a_run_that_was_killed_may_be_
 def test_the_others_decide_as_if_a_host_that_does_not_fit_were_not_there() -> None:
     said: list[str] = []
     member, other = asking("b", hosts_max=2), asking("a", hosts_max=3)
-    fitting = Fitting("b", 12.0, said.append)
+    fitting = Fitting("b", said.append)
     for _ in range(2):
         left = fitting.only_those(view(member, other, world=(member,)))
         assert left is not None

@@ -33,7 +33,10 @@ def test_sigterm_to_a_run_gives_a_protected_snapshot_of_a_step_that_was_not_due(
             assert [one["step"] for one in training.said(rank) if one.get("begun")] == [1, step]
         said = world.text()
         assert "generation 1 (host0, host1; code 1+1): 2 hosts are there" in said
-        assert f"a last snapshot, of step {step}, is protected in the memory of the job's hosts" in said
+        assert (
+            f"a last snapshot, of step {step}, is protected in the memory of the job's hosts"
+            in said
+        )
         world.assert_nothing_left()
 
 

@@ -96,13 +96,15 @@ def test_a_run_that_follows_one_that_was_told_to_end_waits_for_its_hosts_to_go(
 ) -> None:
     """Else it would end with them."""
     store = open_store(f"sqlite://{tmp_path}/store.db", job="j")
-    record = HostRecord(host="a", agent="1", arena="m", address="ipc:///a", coordinator="")
+    record = HostRecord(
+        host="a", agent="1", arena="m", address="ipc:///a", coordinator="", lease_s=9.0
+    )
     for kind, gone in (("told", True), ("script", False)):
         lease = store.lease(f"{HOST}a", encode(record), 30.0)
         store.commit({}, {END: encode(JobEnd(kind=kind, reason="over"))})
         timer = threading.Timer(0.3, lease.release)
         timer.start()
-        clear_ended_run(store, 20.0)
+        clear_ended_run(store)
         assert (END not in store.read()) == gone
         timer.join()
     store.close()
