@@ -18,6 +18,7 @@ from jaxft.launch.options import LOCAL_HOSTS_MAX, RunOptions, parse_hosts
 from jaxft.launch.run import EXIT_USAGE, EXIT_WORLD, check_command, fail, placed
 from jaxft.launch.run import run_agent as agent
 from jaxft.launch.run import run_local as local
+from jaxft.launch.stores import etcd_endpoints
 
 # The panels of `jaxft run --help`.
 _WORLD = "World"
@@ -109,7 +110,7 @@ def run(
         typer.Option(
             rich_help_panel=_WORLD,
             help="MIN:MAX: how many hosts the world may have; N: so many, no fewer (default: "
-            "all that --local-hosts starts).",
+            "all that --local-hosts starts, or this one alone; with etcd there is none).",
         ),
     ] = "",
     local_hosts: Annotated[
@@ -395,6 +396,11 @@ def run(
             raise ConfigError(
                 f"--hosts {hosts}: several hosts need a place to meet: --store etcd://HOST:PORT, "
                 "or --local-hosts to run all of them on this machine"
+            )
+        if etcd_endpoints(store) and not (hosts or local_hosts):
+            raise ConfigError(
+                f"--store {store} is where several hosts meet: say with --hosts MIN:MAX, on each "
+                "of them, how many there are (--hosts 1: this one, and spares)"
             )
         options = placed(options, address, interface, one_machine=bool(local_hosts))
     if local_hosts:

@@ -446,6 +446,7 @@ def _refuse_to_start_over(plan: Plan) -> None:
         raise NothingRecoverable(
             f"snapshot {plan.newest_known}, or a newer one, was committed and cannot be given "
             f"back: {reasons}. "
-            "Bring back the lost hosts, or give an OrbaxFallback with a checkpoint, or start anew "
+            "Bring back the hosts that had it, if they live (a run that has ended has let its "
+            "memory go), or give an OrbaxFallback with a checkpoint, or start anew "
             "with `jaxft run --fresh` or Snapshotter(fresh=True)"
         )

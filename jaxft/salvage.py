@@ -119,6 +119,11 @@ def export(
     local, silent = _local()
     here = [one for one in local if one.job == job]
     stored = _stored(job, store, access)
+    view = stored.view
+    if not here and view is not None and view.end is not None and not view.hosts:
+        raise NothingRecoverable(
+            f"job {job} has ended, and its memory went with it: {view.end.reason}"
+        )
     found = [*here, *_others(job, here, stored, everywhere=bool(store))]
     if not found:
         if store:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -104,6 +105,9 @@ class Coded:
         )
 
 
+_SAID_AGAIN = re.compile(r"(\b\w[^:\n]*: )\1+")
+
+
 def _mask(dtype: str) -> np.uint8:
     return np.uint8((1 << SUB_BYTE_BITS[dtype]) - 1)
 
@@ -119,7 +123,9 @@ def unreachable(leaf: Leaf, value: Any, error: Exception) -> JaxftError:
 
 
 def staging_error(leaf: Leaf, error: BaseException) -> StagingError:
+    # XLA says so once more for each array that an error has passed through.
+    words = _SAID_AGAIN.sub(r"\1", str(error))
     return StagingError(
         f"leaf {show(leaf.path)} ({leaf.dtype}{list(leaf.shape)}) could not be copied: "
-        f"{type(error).__name__}: {error}"
+        f"{type(error).__name__}: {words}"
     )

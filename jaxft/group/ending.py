@@ -53,10 +53,13 @@ def ending(view: View) -> JobEnd | None:
 
 
 def in_words(view: View, end: JobEnd) -> JobEnd:
-    """The end of a job, with what became of its export."""
+    """The end of a job, with what became of its export, or of what no storage has."""
     generation = view.generation
     if generation is None or generation.export is None:
-        return end
+        # What failures have led to says so itself.
+        if end.kind == "finished" or end.failures:
+            return end
+        return msgspec.structs.replace(end, reason=f"{end.reason}{gone_with_memory(view)}")
     where = f"in {generation.export.directory}"
     if view.fault is not None:
         step = view.newest_progress.step
@@ -64,6 +67,19 @@ def in_words(view: View, end: JobEnd) -> JobEnd:
     else:
         what = f"the snapshot of step {view.newest_progress.step} is on storage, {where}"
     return msgspec.structs.replace(end, reason=f"{end.reason}; {what}")
+
+
+def gone_with_memory(view: View) -> str:
+    """What goes with a job that ends now, as words behind others. What has a place on storage gets
+    there, and what an earlier run has left is not in this one's memory."""
+    newest = view.newest_progress
+    in_memory = newest.snapshot is not None and newest.snapshot.generation > view.number
+    if in_memory and newest.export is None:
+        return (
+            f"; the snapshot of step {newest.step} goes with the run's memory, since there is no "
+            "OrbaxFallback"
+        )
+    return ""
 
 
 def are_needed(view: View) -> bool:

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import msgspec
 
 from jaxft.group.causes import FAILURES, error_in
+from jaxft.group.ending import gone_with_memory
 from jaxft.group.records import Fault, JobEnd, View
 
 PAUSE_S_MAX = 30.0
@@ -102,9 +103,10 @@ def give_up(view: View, policy: RestartPolicy) -> JobEnd | None:
     why = _in_vain(view, vain, lost, policy) or _too_often(newest, policy)
     if not why:
         return None
+    gone = "" if lost else gone_with_memory(view)
     return JobEnd(
         kind="world" if lost or fault.kind in ("smp_report", "unreachable") else "script",
-        reason=f"{fault.detail} (generation {fault.generation}); {why}{_left(view, lost)}",
+        reason=f"{fault.detail} (generation {fault.generation}); {why}{gone}",
         generation=fault.generation,
         host=fault.host,
         rank=fault.rank,
@@ -174,16 +176,6 @@ def _too_often(newest: Fault, policy: RestartPolicy) -> str:
         f"the job has been restarted {times}{when} already, as often as --max-restarts "
         f"{policy.max_restarts} allows"
     )
-
-
-def _left(view: View, lost: bool) -> str:
-    """What goes with the end. What has a place on storage gets there, and what an earlier run has
-    left is not in this one's memory."""
-    newest = view.newest_progress
-    in_memory = newest.snapshot is not None and newest.snapshot.generation > view.number
-    if in_memory and not lost and newest.export is None:
-        return f"; the snapshot of step {newest.step} goes with the run's memory"
-    return ""
 
 
 def _got_further(view: View, number: int) -> bool:

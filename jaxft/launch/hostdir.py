@@ -52,7 +52,8 @@ class Lock:
                 os.close(self._fd)
                 raise JobInUse(
                     f"{what} is in use by process {holder} (lock {path}): wait for it to end, "
-                    "stop it, or choose another name with --job"
+                    "stop it, or choose another name, for another job with --job, for another "
+                    "host of this one with --host"
                 ) from None
             # Whoever held it before may have removed the file between the two calls.
             with contextlib.suppress(FileNotFoundError):

@@ -17,6 +17,7 @@ import msgspec
 from jaxft.group.account import Account
 from jaxft.group.exposure import Exposure, expose
 from jaxft.group.manifest import SnapshotId
+from jaxft.group.membership import is_done
 from jaxft.group.messages import Slot
 from jaxft.group.placement import crowded_domains
 from jaxft.group.records import HostRecord, Progress, View
@@ -337,6 +338,8 @@ def _storage(generation: Generation | None, survey: Survey) -> r.StorageReport:
     inside = [one for one in survey.accounts.values() if one.ledger.generation == number]
     progress = Progress() if survey.view is None else survey.view.newest_progress
     step = max([progress.stored, *(one.stored for one in inside)])
+    if survey.view is not None and _is_exported(survey.view):
+        step = progress.step
     places = [one.directory for one in inside if one.directory]
     if progress.export is not None:
         places.append(progress.export.directory)
@@ -351,6 +354,13 @@ def _storage(generation: Generation | None, survey: Survey) -> r.StorageReport:
         persist=_persist(inside),
         failed=failed,
     )
+
+
+def _is_exported(view: View) -> bool:
+    """Has the newest generation written the newest snapshot to storage, for which it was formed?"""
+    generation = view.generation
+    exports = generation is not None and generation.export is not None
+    return exports and view.fault is None and is_done(view)
 
 
 def _root_first(account: Account) -> tuple[bool, str]:

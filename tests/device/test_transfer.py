@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxft.device.leaves import show
 from jaxft.device.shards import PlanCache, make_plan
+from jaxft.device.sources import staging_error
 from jaxft.device.transfer import Staging, default_staging
 from jaxft.errors import ConfigError, StagingError
 from jaxft.group.manifest import CHUNK
@@ -229,3 +230,10 @@ def test_unknown_staging_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected one of view, pinned_host, device"):
         stage(make_plan(tree), tree, "disk")  # type: ignore[arg-type]
     assert default_staging() == "view"
+
+
+def test_what_xla_says_again_and_again_is_said_once() -> None:
+    (leaf,) = make_plan({"w": jnp.zeros(2)}).leaves
+    again = "INTERNAL: " + 9 * "Error dispatching computation: " + "Gloo failed: Connection closed"
+    error = staging_error(leaf, RuntimeError(again))
+    assert "RuntimeError: INTERNAL: Error dispatching computation: Gloo failed: Conn" in str(error)

@@ -187,6 +187,22 @@ def test_too_few_hosts_write_what_they_hold_and_then_wait_for_more() -> None:
     assert isinstance(settle(m.Observer(RULES), board, me(entered=2)), m.Form)
 
 
+def test_what_goes_with_the_memory_of_hosts_that_are_told_to_end_is_said() -> None:
+    for progress, lost in (
+        (msgspec.structs.replace(NEWEST, export=None), True),
+        (Progress(), False),
+        (msgspec.structs.replace(NEWEST, stored=30), False),
+    ):
+        board = trained(progress)
+        board.fault("told_to_end")
+        for name in NAMES:
+            board.change(name, left=1, leaving=True)
+        end = settle(m.Observer(RULES), board, me())
+        assert isinstance(end, m.Finish)
+        words = "the snapshot of step 30 goes with the run's memory, since there is no Orbax"
+        assert (words in end.reason) == lost
+
+
 def test_hosts_that_are_told_to_end_export_together() -> None:
     board = trained()
     for name in NAMES:

@@ -655,7 +655,7 @@ def test_a_crash_at_the_same_step_ends_the_job_and_names_the_step_case_37() -> N
     assert isinstance(end, m.Finish)
     assert end.reason.endswith(
         "3 failures in a row brought no snapshot newer than step 50: always host0; "
-        "the snapshot of step 50 goes with the run's memory"
+        "the snapshot of step 50 goes with the run's memory, since there is no OrbaxFallback"
     )
     # What this run was given from storage, of an earlier one, is not in memory alone.
     board.put(NUMBER, 1)

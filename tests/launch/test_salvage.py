@@ -17,7 +17,7 @@ from jaxft.checkpoint import read_record
 from jaxft.config import StoreAccess
 from jaxft.errors import ConfigError, NothingRecoverable
 from jaxft.group.messages import Plan
-from jaxft.group.records import HOST, JOB_KEY, HostRecord
+from jaxft.group.records import END, HOST, JOB_KEY, HostRecord, JobEnd
 from jaxft.group.recovery import Holder
 from jaxft.group.world import encode
 from jaxft.host.accountant import read_account
@@ -134,6 +134,15 @@ def test_a_snapshot_process_that_does_not_answer_is_named(
 
 
 KEY, OTHER = JobKey(bytes(32)), JobKey(bytes(range(32)))
+
+
+def test_a_job_that_has_ended_says_how(tmp_path: Path) -> None:
+    url = f"sqlite://{tmp_path}/store.db"
+    store = open_store(url, job="j")
+    store.commit({}, {END: encode(JobEnd(kind="finished", reason="step 9 is on storage, in /c"))})
+    store.close()
+    with pytest.raises(NothingRecoverable, match=r"has ended, .*: step 9 is on storage, in /c"):
+        salvage.export("j", tmp_path / "out", store=url)
 
 
 def test_hosts_on_other_machines_want_the_jobs_key(

@@ -22,7 +22,7 @@ from jaxft.group.records import (
     RankStill,
     View,
 )
-from jaxft.group.world import Code, Generation, Member, World
+from jaxft.group.world import Code, Export, Generation, Member, World
 from jaxft.status import report as r
 from jaxft.status.overview import Survey, overview
 from jaxft.status.printed import printed, printed_jobs
@@ -269,6 +269,19 @@ def test_a_script_that_nobody_launched_asks_for_no_parity() -> None:
     world = generation(1, attached=True)
     report = overview(survey(world, *healthy(world)))
     assert (report.health, report.losses.fatal_hosts) == (r.PROTECTED, ("a",))
+
+
+def test_the_end_of_a_job_has_its_newest_snapshot_on_storage() -> None:
+    export = Export(directory="/ckpt", tries=1)
+    world = msgspec.structs.replace(generation(), export=export)
+    newest = Progress(base=147, step=147, snapshot=OLD, export=export, stored=137)
+    view = View(generation=world, progress={world.number: newest})
+    assert overview(survey(world, view=view)).storage.step == 137
+    done = msgspec.structs.replace(view, done=frozenset(range(world.rank_count)))
+    assert overview(survey(world, view=done)).storage.step == 147
+    fault = Fault(generation=world.number, host="a", kind="export_failed", detail="disk full")
+    failed = msgspec.structs.replace(done, faults={world.number: fault})
+    assert overview(survey(world, view=failed)).storage.step == 137
 
 
 def test_what_is_held_what_is_persisted_and_what_failed() -> None:
