@@ -10,15 +10,18 @@ Rules
   and a snapshot newer than the newest checkpoint there.
 - While too few hosts are waited on, there is one too, and the wait goes on after it.
 - One that fails is not tried again, except after the loss of a host, or while one was silent,
-  TRIES_MAX times.
+  TRIES_MAX times. A host that was silent only lends its memory to the next ones, as far as it is
+  heard then.
 - An export that fails changes nothing about the end but its words.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
-from jaxft.group.records import JobEnd, View
+from jaxft.group.records import HostRecord, JobEnd, View
 from jaxft.group.world import Export
 
 TRIES_MAX = 3
@@ -40,6 +43,17 @@ def wanted_export(view: View) -> Export | None:
         if fault is None or fault.kind not in LOSSES or tries >= TRIES_MAX:
             return None
     return msgspec.structs.replace(export, tries=tries + 1)
+
+
+def writers(view: View, ready: Mapping[str, HostRecord]) -> dict[str, HostRecord]:
+    """Those of the hosts that write an export: whom the tries before it have heard, if anybody."""
+    generation = view.generation
+    if generation is None or generation.export is None:
+        return dict(ready)
+    before = generation.number - generation.export.tries
+    tries = (fault for number, fault in view.faults.items() if number > before)
+    silent = {fault.host for fault in tries if fault.kind == "unreachable"}
+    return {host: record for host, record in ready.items() if host not in silent} or dict(ready)
 
 
 def ending(view: View) -> JobEnd | None:

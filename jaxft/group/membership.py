@@ -38,7 +38,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from jaxft.group.causes import ended, error_in, in_short, is_consequence, outranks
-from jaxft.group.ending import are_needed, ending, in_words, is_told, wanted_export
+from jaxft.group.ending import are_needed, ending, in_words, is_told, wanted_export, writers
 from jaxft.group.flapping import BackedOff, Flapping, needed
 from jaxft.group.formation import natural, next_generation, of_one_run
 from jaxft.group.growing import Growth, grown, newcomers
@@ -659,6 +659,9 @@ def _form(
 ) -> Form:
     """Forms the next generation of the hosts that are `ready`; `gone` have lost their lease, and of
     those that are left out only the memory is used, that of the records in `lent`."""
+    if export is not None:
+        everybody, ready = ready, writers(view, ready)
+        lent = {**lent, **{host: one for host, one in everybody.items() if host not in ready}}
     generation = next_generation(
         view,
         ready,

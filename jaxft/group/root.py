@@ -221,7 +221,7 @@ class Root:
         holders = tuple(m for m in self.generation.holders if m.address in needed)
         for host, silence_s in self._silent(holders, now_s).items():
             reason = f"it holds what is restored and is silent for {silence_s:.1f} s"
-            return self._fault(host, reason)
+            return self._fault(host, reason, "unreachable")
         return self._judge(plan, now_s)
 
     def _plan(self, now_s: float) -> list[e.Effect]:

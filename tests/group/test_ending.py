@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from jaxft.group import membership as m
-from jaxft.group.ending import are_needed
+from jaxft.group.ending import are_needed, writers
 from jaxft.group.manifest import SnapshotId
 from jaxft.group.records import DONE, END, ENDING, GENERATION, PROGRESS, JobEnd, Progress
 from jaxft.group.world import Export
@@ -128,17 +128,51 @@ def test_an_export_that_loses_a_host_is_tried_again_by_the_rest() -> None:
     assert isinstance(settle(m.Observer(RULES), board, me(answers=NOBODY)), m.Finish)
 
 
-def test_an_export_in_which_a_snapshot_process_is_silent_is_tried_again() -> None:
-    """Its agent starts one that hangs again."""
+def test_an_export_that_does_not_hear_a_host_is_tried_again_by_the_rest() -> None:
+    """With its memory, as far as it is heard then: it may have hung, and been started again."""
     board = trained()
     done(board)
     perform(board, decide(board, inside(1)))
-    board.fault("unreachable", "host3")
+    for name in NAMES:
+        board.change(name, snapshot=NEWEST.snapshot)
+    for tries, silent in ((2, "host3"), (3, "host0")):
+        board.fault("unreachable", silent)
+        board.acknowledge(*NAMES)
+        perform(board, settle(m.Observer(RULES), board, me(answers=NOBODY)))
+        assert board.generation.export is not None
+        assert board.generation.export.tries == tries
+        writers = [one.host for one in board.generation.hosts]
+        holders = [one.host for one in board.generation.holders]
+        assert silent not in writers
+        assert (len(writers), sorted(writers + holders)) == (5 - tries, list(NAMES))
+    board.fault("unreachable", "host1")
     board.acknowledge(*NAMES)
+    assert isinstance(settle(m.Observer(RULES), board, me(answers=NOBODY)), m.Finish)
+
+
+def test_too_few_hosts_that_do_not_hear_one_of_them_write_without_it() -> None:
+    board = trained()
+    board.leave("host3")
+    board.fault("host_lost", "host3")
+    board.acknowledge(*NAMES[:3])
+    perform(board, settle(m.Observer(RULES), board, me(answers=NOBODY)))
+    for name in NAMES[:3]:
+        board.change(name, snapshot=NEWEST.snapshot)
+    board.fault("unreachable", "host1")
+    board.acknowledge(*NAMES[:3])
     perform(board, settle(m.Observer(RULES), board, me(answers=NOBODY)))
     assert board.generation.export is not None
-    assert board.generation.export.tries == 2
-    assert [one.host for one in board.generation.hosts] == list(NAMES)
+    assert [one.host for one in board.generation.hosts] == ["host0", "host2"]
+    assert [one.host for one in board.generation.holders] == ["host1"]
+
+
+def test_a_lone_host_writes_whatever_was_said_of_it() -> None:
+    board = trained()
+    done(board)
+    perform(board, decide(board, inside(1)))
+    board.fault("unreachable", "host0")
+    alone = {"host0": board.view().hosts["host0"]}
+    assert writers(board.view(), alone) == alone
 
 
 def test_one_that_takes_for_ever_is_ended() -> None:

@@ -16,6 +16,7 @@ from jaxft.group.root import Root
 from jaxft.group.timing import Timing
 from jaxft.schedule import Schedule
 from tests.scenarios.stage import Held, Stage, shown
+from tests.sim.oracle import Oracle
 
 Patch = pytest.MonkeyPatch
 
@@ -113,6 +114,8 @@ def a_holder_is_lost_while_it_codes() -> None:
     stage.run(0.3)
     stage.lose("c")
     stage.until(stage.settled(4), "generation 4 settles")
+    assert isinstance(stage.sim.oracle, Oracle)
+    stage.keep(stage.sim.oracle.reports[3] == ("c", "unreachable"), "words", "c is not silent")
     stage.peace()
 
 

@@ -27,6 +27,7 @@ class Oracle:
         self.sim = sim
         self.generation: Generation | None = None
         self.number = 0
+        self.reports: dict[int, tuple[str, str]] = {}  # by generation: of whom, and of which kind
         self._wanted = False
 
     # ------------------------------------------------------------------ why
@@ -43,6 +44,7 @@ class Oracle:
     def reported(
         self, machine: Machine, number: int, host: str, reason: str, kind: str = "smp_report"
     ) -> None:
+        self.reports[number] = (host, kind)
         self.fault(number, f"{host}: {reason}")
 
     def hangs(self, rank: Rank) -> None:
