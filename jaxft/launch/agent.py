@@ -617,8 +617,8 @@ class Agent:
                 return False
             case m.KillRanks(generation=number):
                 fault = view.faults.get(number)
-                # On one machine who has found it has said it.
-                if fault is not None and self.options.address:
+                # On one console who has found it has said it.
+                if fault is not None and not self.options.shares_console:
                     self._speaker.ended(fault, self._generation)
                 return self._leave(number, store, fault)
             case m.DeclareFault(fault, expect, _):
@@ -668,8 +668,8 @@ class Agent:
             generation=generation.number,
             index=index,
         )
-        # On one machine all agents say what they say to one person.
-        if self.options.address:
+        # On one console who has formed it has said it.
+        if not self.options.shares_console:
             self._speaker.generation(generation)
         if index is not None:
             self._ranks.start(generation, index)

@@ -55,7 +55,7 @@ class LocalWorld:
     """
 
     def __init__(self, options: RunOptions, count: int, *, respawn: bool) -> None:
-        self._options = options
+        self._options = msgspec.structs.replace(options, shares_console=True)
         self._respawn = respawn
         self._events = EventLog(config.events_dir(), host="local", role="launcher")
         self._console = Console("launcher", quiet=False)

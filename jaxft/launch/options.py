@@ -71,6 +71,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         fresh: ignore snapshots of earlier runs.
         log_dir: where logs go (None: into the run directory, removed after a success).
         quiet: do not show the ranks' output.
+        shares_console: the agents of all hosts say what they say to one person: what all of them
+            know, one says.
 
     Raises:
         ConfigError: values, or combinations of values, that cannot work.
@@ -113,6 +115,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     fresh: bool = False
     log_dir: str | None = None
     quiet: bool = False
+    shares_console: bool = False
 
     def __post_init__(self) -> None:
         config.check_name("job", self.job)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from tests.launch.local_runs import Run, run
 
@@ -39,6 +40,27 @@ def test_a_rank_that_fails_takes_all_ranks_along_and_the_job_goes_on() -> None:
         assert formed["hosts"] == NAMES
         assert "rank 2 on host2 ended with signal 9" in formed["reason"]
         assert world.finish() == 0, world.text()
+        # All hosts speak on one console here.
+        for ends in (1, 2):
+            assert world.errors().count(f"generation {ends} ends: ") == 1, world.text()
+        world.assert_nothing_left()
+
+
+def test_each_host_says_why_a_generation_has_ended_on_a_console_of_its_own(
+    tmp_path: Path,
+) -> None:
+    shared = ("--hosts", "2", "--store", str(tmp_path / "store.db"), *QUICK)
+    with run("--host", "a", *shared) as world:
+        other = world.start("--host", "b", *shared, command=world.command)
+        world.running(1, 2)
+        world.exit_rank(1, 3)
+        world.running(2, 2)
+        assert world.finish() == 0, world.text()
+        assert other.wait(60) == 0
+        for host in "ab":
+            ends = f"jaxft [{host}] generation 1 ends: rank 1 on b ended with status 3"
+            assert world.errors().count(ends) == 1, world.text()
+            assert world.errors().count(f"jaxft [{host}] generation 2 (a, b;") == 1, world.text()
         world.assert_nothing_left()
 
 
