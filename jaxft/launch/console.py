@@ -14,6 +14,11 @@ LINE_BYTES_MAX = 8192
 READ_BYTES = 1 << 16
 
 
+def now() -> str:
+    """The machine's date and local time, as lines that a person reads later begin."""
+    return time.strftime("%Y-%m-%d %H:%M:%S")
+
+
 def colour(stream: TextIO, index: int, text: str) -> str:
     """In the colour number `index`, if the stream is a terminal, and nobody wants it plain."""
     if not stream.isatty() or config.no_colour():
@@ -35,8 +40,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """The agent's own word, on standard error, with the machine's time in front."""
-        now = time.strftime("%Y-%m-%d %H:%M:%S")
-        _write(sys.stderr, f"{now} jaxft [{self.host}] {text}\n")
+        _write(sys.stderr, f"{now()} jaxft [{self.host}] {text}\n")
 
     def rank_line(self, rank: int, text: str) -> None:
         """A line that a rank printed, on standard output."""

@@ -38,7 +38,7 @@ from jaxft.group.world import Generation, encode
 from jaxft.host import enlist, protocol
 from jaxft.host.local import LocalChannel, LocalListener, make_private
 from jaxft.launch.agent import Agent
-from jaxft.launch.console import Console
+from jaxft.launch.console import Console, now
 from jaxft.launch.hostdir import Lock, remove
 from jaxft.launch.options import KILL_S, RunOptions
 from jaxft.launch.ranks import Ranks
@@ -480,10 +480,10 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return keep(args.job, args.host, crews=False)
     except JobInUse as error:
-        print(error, flush=True)
+        print(now(), error, flush=True)
         return enlist.IN_USE
     except JaxftError as error:
-        print(error, flush=True)
+        print(now(), error, flush=True)
         return EXIT_WORLD
 
 

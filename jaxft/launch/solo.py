@@ -32,7 +32,7 @@ from jaxft.group.world import Code, Generation, Member
 from jaxft.host import attach, protocol
 from jaxft.host.local import LocalChannel, LocalListener, make_private
 from jaxft.launch.child import Child, kill_all
-from jaxft.launch.console import last_lines
+from jaxft.launch.console import last_lines, now
 from jaxft.launch.hostdir import Lock, remove
 from jaxft.launch.options import KILL_S, RunOptions
 from jaxft.launch.persisting import Persisting
@@ -332,7 +332,7 @@ class Solo:
 
 
 def _say(text: str) -> None:
-    print(time.strftime("%H:%M:%S"), text, flush=True)
+    print(now(), text, flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
