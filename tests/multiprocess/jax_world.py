@@ -27,7 +27,7 @@ from jaxft.group.world import Code, Generation, Member
 from jaxft.host import protocol as p
 from jaxft.host.local import LocalChannel, connect
 
-WAIT_S = 30.0
+WAIT_S = 60.0
 JOB = "test"
 TOP = Path(__file__).parents[2]
 
