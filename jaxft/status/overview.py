@@ -411,11 +411,13 @@ def _failures(survey: Survey) -> tuple[r.FailureReport, ...]:
         for note in account.notes:
             if note.kind == "fault" and survey.view is not None:
                 continue  # The store has it, and who it was for.
-            known = found.get((note.kind, note.detail))
-            at_s = note.at_s + skew_s
-            if known is None or (known.at_s is not None and at_s < known.at_s):
+            at_s, known = note.at_s + skew_s, found.get((note.kind, note.detail))
+            if known is None:
                 found[note.kind, note.detail] = r.FailureReport(
                     at_s=at_s, host=host, kind=note.kind, detail=note.detail, generation=None
                 )
+            elif known.at_s is not None and at_s < known.at_s:
+                # Of the first by name, whoever's clock is ahead: else it would change at each look.
+                found[note.kind, note.detail] = msgspec.structs.replace(known, at_s=at_s)
     newest_first = sorted(found.values(), key=lambda one: one.at_s or 0.0, reverse=True)
     return tuple(newest_first[:FAILURES_MAX])

@@ -36,7 +36,7 @@ def test_sigterm_while_it_compiles_evaluates_and_trains_case_38(world: World) ->
     """Three jobs at once. What is protected gets to storage, within the time that there is; where
     a snapshot can still be taken, that is the last step."""
     phases = {"a": "compile", "b": "evaluate", "c": "train"}
-    grace = ("--grace-s", "35")
+    grace = ("--hosts", "1", "--grace-s", "35")
     bases = {name: start(world[name], phase, *grace) for name, phase in phases.items()}
     world.until(lambda: all((base / "there").exists() for base in bases.values()), "all are there")
     began_s = time.monotonic()
@@ -61,7 +61,7 @@ def test_a_crash_at_the_same_step_and_slots_that_do_not_fit_case_37_41(world: Wo
     a, b, c = world.hosts.values()
     for host in (a, b):
         start(host, "crash", "--hosts", "2")
-    start(c, "small", JAXFT_MEMORY_MAX_MIB="1")
+    start(c, "small", "--hosts", "1", JAXFT_MEMORY_MAX_MIB="1")
     assert [a.ended(), b.ended(), c.ended()] == [1, 1, 1], world.text()
     assert "ValueError: the data of step 6 cannot be read" in a.text()
     assert "no snapshot newer than step 5" in a.text()

@@ -82,6 +82,7 @@ BAD = {
     ("--hosts", "4:2"): "expected 1 <= MIN <= MAX",
     ("--hosts", "few"): "expected N or MIN:MAX",
     ("--hosts", "2"): "--store etcd://HOST:PORT",
+    ("--store", "etcd://127.0.0.1:1"): "say with --hosts MIN:MAX",
     ("--job", "x"): "command not found: no-such-program",
     (): "there is no command to run",
     ("--job", "a/b"): 'job "a/b" must be',
