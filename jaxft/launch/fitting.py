@@ -54,14 +54,15 @@ class Fitting:
             self._tell({host: f"it takes no part: {why}" for host, why in wrong.items()})
             hosts = {host: one for host, one in view.hosts.items() if host not in wrong}
             return msgspec.structs.replace(view, hosts=hosts) if wrong else view
-        now_s = time.monotonic()
-        self._since_s = now_s if self._since_s is None else self._since_s
         patience_s = max(one.lapse_s for one in view.hosts.values())
-        left_s = self._since_s + patience_s - now_s
-        if left_s <= 0:
+        if self._since_s is None:
+            self._since_s = time.monotonic()
+            self._say(
+                f"host {self._host}: {mine}. In case that is of a run that has ended, it waits "
+                f"for {patience_s:.0f} s"
+            )
+        if time.monotonic() >= self._since_s + patience_s:
             raise ConfigError(mine)
-        waits = f"{mine}. In case that is of a run that has ended, it waits for {left_s:.0f} s"
-        self._tell({self._host: waits} if self._host not in self._said else self._said)
         return None
 
     def _tell(self, words: dict[str, str]) -> None:
@@ -78,19 +79,14 @@ def misfits(view: View) -> dict[str, str]:
     Args:
         view: what is in the store.
     """
-    generation = view.generation
-    agents = {} if generation is None else {one.host: one.agent for one in generation.hosts}
-    members = [view.hosts[host] for host in agents if _is_there(view, host, agents[host])]
     if not view.hosts:
         return {}
+    world = () if view.generation is None else view.generation.hosts
+    there = {record.agent: record for record in view.hosts.values()}
+    members = [there[one.agent] for one in world if one.agent in there]
     measure = members[0] if members else view.hosts[min(view.hosts)]
-    stay = {measure.host, *(one.host for one in members)}
-    newcomers = [one for one in view.hosts.values() if one.host not in stay]
+    newcomers = [one for one in view.hosts.values() if one not in members]
     return {one.host: why for one in newcomers if (why := _differs(one, measure))}
-
-
-def _is_there(view: View, host: str, agent: str) -> bool:
-    return host in view.hosts and view.hosts[host].agent == agent
 
 
 def _differs(one: HostRecord, measure: HostRecord) -> str:

@@ -32,6 +32,7 @@ from jaxft.launch.probe import answering
 from jaxft.launch.registration import (
     Registration,
     StoreWatcher,
+    boot_s,
     machine_id,
     wait_for_name,
 )
@@ -207,7 +208,7 @@ def test_a_renewal_that_was_lost_is_tried_again_before_the_next_is_due(store: St
     registration = Registration(lost, 1.2)  # type: ignore[arg-type]
     began_s = time.monotonic()
     registration.put(RECORD)
-    assert registration.due_s - began_s > 0.3
+    assert registration.due_s - began_s >= 0.4
     began_s = time.monotonic()
     for _ in range(2):
         assert not registration.renew()
@@ -225,8 +226,9 @@ def test_for_how_long_the_store_is_back_after_leases_may_have_lapsed(store: Stor
     lost.all = True
     until(lambda: not registration.renew() and registration.back_s() == 0.0)
     lost.all, lost.tries = False, 2
+    before_s = boot_s()
     assert registration.renew()
-    assert 0 < registration.back_s() < math.inf
+    assert 0 < registration.back_s() <= boot_s() - before_s
 
 
 def test_a_store_that_takes_no_renewal_for_a_lease_is_away(store: Store) -> None:
