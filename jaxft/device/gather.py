@@ -25,8 +25,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxft.device.bits import bits_of, changes_when_joined
+from jaxft.device.contexts import own_contexts
 from jaxft.device.layout import BatchKind
-from jaxft.device.mesh import NO_MESH
 from jaxft.device.shards import Plan
 from jaxft.group.manifest import ALIGN, align
 
@@ -67,7 +67,7 @@ class Gatherer:
         program = self._programs.get(kind)
         if program is None:
             return None
-        with jax.set_mesh(NO_MESH):
+        with own_contexts():
             return program(*values)
 
     def prepare(self, plan: Plan, may_go_on: Callable[[], bool] = lambda: True) -> None:
@@ -105,7 +105,7 @@ def _compile(kind: BatchKind, memory_kind: str | None) -> _Program:
     described = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
         kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type
     )
-    with jax.set_mesh(NO_MESH):
+    with own_contexts():
         lowered = _gathering(sharding, kind.count, memory_kind).lower(*[described] * kind.count)
         program: _Program = lowered.compile()
         program(*[_zeros(kind)] * kind.count).block_until_ready()

@@ -20,9 +20,6 @@ _log = logging.getLogger(__name__)
 
 ELASTIC = -1
 
-# No mesh: a caller may be within `jax.set_mesh`, whose devices are not those of our programs.
-NO_MESH = Mesh(np.empty((), dtype=object), ())
-
 
 def make_mesh(
     axes: dict[str, int],

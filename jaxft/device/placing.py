@@ -28,9 +28,9 @@ from jax.sharding import NamedSharding, Sharding
 
 from jaxft.device.assembly import Fill, Target, Targets, is_uncommitted
 from jaxft.device.boxes import Box, count, from_index, intersect, sides, whole, within
+from jaxft.device.contexts import own_contexts
 from jaxft.device.leaves import SUB_BYTE_BITS, decode_literal, element, stored_shape
 from jaxft.device.memory import is_usual
-from jaxft.device.mesh import NO_MESH
 from jaxft.group.manifest import ALIGN, Leaf
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -139,7 +139,7 @@ def _place_by_copy(
                 for source in fill.sources
             ]
     carrier = _carrier(element(leaf))
-    with jax.set_mesh(NO_MESH):
+    with own_contexts():
         pieces = [
             _alias(
                 {box: parts[number].view(carrier) for box, parts in views.items()}, leaf, sharding

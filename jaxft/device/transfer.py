@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
@@ -32,17 +31,18 @@ import numpy as np
 from jax import Device
 from jax.sharding import SingleDeviceSharding
 
+from jaxft.device.aside import LEAVES_MIN, aside, begin_aside
 from jaxft.device.bits import bits_of
+from jaxft.device.contexts import own_contexts
 from jaxft.device.copying import Bytes, PartCopy, Source
 from jaxft.device.garbage import not_collected
 from jaxft.device.gather import Gatherer
 from jaxft.device.layout import Batch, Owned
 from jaxft.device.leaves import show, stored, with_literals
-from jaxft.device.mesh import NO_MESH
 from jaxft.device.pieces import Places, way_to_pieces
 from jaxft.device.shards import Plan
 from jaxft.device.sources import UNREACHABLE, GatheredRun, Held, staging_error, unreachable
-from jaxft.device.views import Views
+from jaxft.device.views import View, Views
 from jaxft.errors import ConfigError, StagingError
 from jaxft.group.manifest import Leaf
 
@@ -134,21 +134,29 @@ def _hold(
     gatherer: Gatherer | None,
 ) -> list[Taken]:
     """Holds all that the plan owns."""
-    taken: list[Taken] = []
-    one_by_one = [-1]
-    for number, gathered in enumerate(_gather_all(plan, values, gatherer)):
-        if gathered is None:
-            one_by_one.append(number)
-        else:
-            taken.append(functools.partial(_gathered, plan.batches[number], leaves, gathered))
+
+    def gather_and_look() -> tuple[list[jax.Array | None], Views, list[View]]:
+        gathered = _gather_all(plan, values, gatherer)
+        views = _views(plan, _one_by_one(gathered), staging)
+        return gathered, views, views.look(values)
+
+    many = len(plan.leaves) >= LEAVES_MIN
+    gathered, views, looked = aside(gather_and_look) if many else gather_and_look()
+    taken: list[Taken] = [functools.partial(views.sources, looked, leaves)]
+    for batch, rows in zip(plan.batches, gathered, strict=True):
+        if rows is not None:
+            taken.append(functools.partial(_gathered, batch, leaves, rows))
     if staging != "view":
         shards = _Shards(plan.leaves, values)
-        for number in one_by_one:
+        for number in _one_by_one(gathered):
             for program in _programs(plan, number, staging):
                 taken.append(functools.partial(_copied, program, leaves, program.run(shards, plan)))
-    views = _views(plan, tuple(one_by_one), staging)
-    taken.append(functools.partial(views.sources, views.look(values), leaves))
     return taken
+
+
+def _one_by_one(gathered: Sequence[jax.Array | None]) -> tuple[int, ...]:
+    """The batches whose leaves are taken one by one; -1: what is in no batch."""
+    return -1, *(number for number, rows in enumerate(gathered) if rows is None)
 
 
 def hold_some(
@@ -190,24 +198,19 @@ def _gather_all(plan: Plan, values: list[Any], gatherer: Gatherer | None) -> lis
     found: list[jax.Array | None] = [None] * count
     if gatherer is None:
         return found
-    failures: list[BaseException] = []
 
     def gather(numbers: range) -> None:
-        try:
-            for number in numbers:
-                found[number] = _gather(plan.batches[number], plan, values, gatherer)
-        except BaseException as error:  # noqa: BLE001 - raised below, in the caller's thread
-            failures.append(error)
+        for number in numbers:
+            found[number] = _gather(plan.batches[number], plan, values, gatherer)
 
     if count < THREADED_MIN:
         gather(range(count))
-    else:
-        other = threading.Thread(target=gather, args=(range(1, count, 2),), daemon=True)
-        other.start()
+        return found
+    wait_for_others = begin_aside(functools.partial(gather, range(1, count, 2)))
+    try:
         gather(range(0, count, 2))
-        other.join()
-    if failures:
-        raise failures.pop(0)  # no longer in a frame that its traceback keeps, with the state
+    finally:
+        wait_for_others()
     return found
 
 
@@ -254,7 +257,7 @@ class _Program:
     def run(self, shards: _Shards, plan: Plan) -> list[jax.Array]:
         inputs = [shards.on(self.device, owned.range.leaf) for owned in self.ranges]
         try:
-            with jax.set_mesh(NO_MESH):
+            with own_contexts():
                 return self.copy(inputs)
         except (RuntimeError, ValueError, MemoryError) as error:
             names = ", ".join(show(plan.leaves[one.range.leaf].path) for one in self.ranges[:4])

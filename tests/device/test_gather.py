@@ -159,6 +159,30 @@ def test_a_view_of_a_few_shards_is_there_sooner_than_a_program() -> None:
         assert part_of(plan, tree, gatherer, staging) == part_of(plan, tree, None, staging)
 
 
+@pytest.mark.parametrize("scoped", [False, True])
+@pytest.mark.parametrize("staging", STAGINGS)
+def test_64_bits_stay_64_wherever_they_were_enabled_case_9(staging: Staging, scoped: bool) -> None:
+    """`jax.enable_x64` counts in one thread, and perhaps only where the state was made."""
+    with jax.enable_x64(True):
+        tree = {
+            "small": [jnp.full(3, 2**40 + n) for n in range(FEW)],
+            "wide": jnp.arange(8) + 2**40,
+            "complex": jnp.full(4, 1 / 3 + 1j),
+        }
+    assert {leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)} == {8, 16}
+    plan = make_plan(tree)
+    gatherer = gatherer_of(staging)
+    gatherer.prepare(plan)
+    with jax.enable_x64(scoped):
+        gathered = gatherer.gather(plan.batches[0].kind, tree["small"])
+        assert gathered is not None
+        parts = [part_of(plan, tree, one, staging) for one in (gatherer, None)]
+    leaves = jax.tree.leaves(tree)
+    for part in parts:
+        for owned in plan.ranges:
+            assert part[owned.offset : owned.offset + owned.nbytes] == raw(leaves[owned.leaf])
+
+
 def test_preparing_stops_when_there_is_something_else_to_do() -> None:
     tree = [[jnp.full(n, 1.0) for _ in range(FEW)] for n in (1, 2, 3)]
     plan = make_plan(tree)
