@@ -317,21 +317,18 @@ class IsalBackend(Backend):
     ) -> Iterator[int]:
         rows, columns = matrix.shape
         tables = self._tables(rows, columns, matrix.tobytes())
-        ins = [source.ctypes.data for source in sources]
-        outs = [output.ctypes.data for output in outputs]
         size = sources[0].size
+        starts = range(0, size, step_bytes)
         # Made before the first: between steps that go through the cache, little is to be done.
-        pointers = [
-            (
-                start,
-                min(step_bytes, size - start),
-                (ctypes.c_void_p * columns)(*[address + start for address in ins]),
-                (ctypes.c_void_p * rows)(*[address + start for address in outs]),
-            )
-            for start in range(0, size, step_bytes)
-        ]
-        for start, length, ins_now, outs_now in pointers:
-            self._encode_data(length, columns, rows, tables, ins_now, outs_now)
+        addresses = np.array([one.ctypes.data for one in (*sources, *outputs)], np.uintp)
+        pointers = addresses + np.array(starts, np.uintp)[:, None]
+        ins = pointers.ctypes.data
+        outs = ins + pointers.itemsize * columns
+        for start in starts:
+            length = min(step_bytes, size - start)
+            self._encode_data(length, columns, rows, tables, ins, outs)
+            ins += pointers.strides[0]
+            outs += pointers.strides[0]
             yield start
 
 
