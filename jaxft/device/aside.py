@@ -6,8 +6,8 @@ up to ten thousand of them each time that this thread wants a larger block (`MAX
 malloc.c), until all are sorted. For ten thousand leaves that takes longer than to reach all of
 them. A new thread has an arena without them, see malloc(3).
 
-Such a thread has JAX's contexts as they are by default (`jax.enable_x64`, `jax.set_mesh`): nothing
-is to be traced in it.
+Such a thread has JAX's contexts as they are by default (`jax.enable_x64`, `jax.set_mesh`): what is
+traced in it must not depend on them, or have its own (`contexts`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ Result = TypeVar("Result")
 LEAVES_MIN = 2000
 
 
-def aside(work: Callable[[], Result]) -> Result:
-    """Does the work in a thread of its own, and waits for what it gives, or raises."""
-    return begin_aside(work)()
+def aside(work: Callable[[], Result], leaves: int) -> Result:
+    """Does the work on so many leaves, in a thread of its own if they are many, and gives what it
+    gives, or raises."""
+    return begin_aside(work)() if leaves >= LEAVES_MIN else work()
 
 
 def begin_aside(work: Callable[[], Result]) -> Callable[[], Result]:

@@ -31,7 +31,7 @@ import numpy as np
 import xxhash
 from jax import Device
 
-from jaxft.device.aside import LEAVES_MIN, aside
+from jaxft.device.aside import aside
 from jaxft.device.boxes import Box, count, cut_rows, from_index, whole
 from jaxft.device.garbage import not_collected
 from jaxft.device.lanes import LanePlanner, Lanes, Rings
@@ -350,8 +350,8 @@ class PlanCache:
         with not_collected():
             last = self._last
             flatten = functools.partial(_flatten, tree, last)
-            many = last is not None and len(last[2].leaves) >= LEAVES_MIN
-            leaves, treedef, like_last = aside(flatten) if many else flatten()
+            expected = 0 if last is None else len(last[2].leaves)
+            leaves, treedef, like_last = aside(flatten, expected)
             if last is not None and like_last:
                 return last[2], leaves
             looks = _looks(leaves)

@@ -31,7 +31,7 @@ import numpy as np
 from jax import Device
 from jax.sharding import SingleDeviceSharding
 
-from jaxft.device.aside import LEAVES_MIN, aside, begin_aside
+from jaxft.device.aside import aside, begin_aside
 from jaxft.device.bits import bits_of
 from jaxft.device.contexts import own_contexts
 from jaxft.device.copying import Bytes, PartCopy, Source
@@ -140,8 +140,7 @@ def _hold(
         views = _views(plan, _one_by_one(gathered), staging)
         return gathered, views, views.look(values)
 
-    many = len(plan.leaves) >= LEAVES_MIN
-    gathered, views, looked = aside(gather_and_look) if many else gather_and_look()
+    gathered, views, looked = aside(gather_and_look, len(plan.leaves))
     taken: list[Taken] = [functools.partial(views.sources, looked, leaves)]
     for batch, rows in zip(plan.batches, gathered, strict=True):
         if rows is not None:

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxft.device import shards, transfer
-from jaxft.device.aside import aside, begin_aside
+from jaxft.device.aside import LEAVES_MIN, aside, begin_aside
 from jaxft.device.shards import PlanCache, make_plan
 from jaxft.device.transfer import Staging
 from jaxft.errors import StagingError
@@ -25,8 +24,7 @@ from tests.device.test_gather import STAGINGS, gatherer_of, part_of
 def goes_aside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the trees of a test have many leaves."""
     leaves_min = 1 if request.param == "aside" else 1_000_000
-    monkeypatch.setattr(shards, "LEAVES_MIN", leaves_min)
-    monkeypatch.setattr(transfer, "LEAVES_MIN", leaves_min)
+    monkeypatch.setattr("jaxft.device.aside.LEAVES_MIN", leaves_min)
     return request.param == "aside"
 
 
@@ -49,7 +47,8 @@ jax.tree_util.register_pytree_node(Node, _take_apart, lambda _, leaves: Node(lis
 
 
 def test_work_gives_what_it_gives_in_another_thread() -> None:
-    assert aside(threading.get_ident) != threading.get_ident()
+    assert aside(threading.get_ident, LEAVES_MIN) != threading.get_ident()
+    assert aside(threading.get_ident, LEAVES_MIN - 1) == threading.get_ident()
     waits = [begin_aside(lambda number=number: number + 1) for number in range(3)]  # type: ignore[misc]
     assert [wait() for wait in waits] == [1, 2, 3]
 
@@ -69,7 +68,7 @@ def test_what_work_raises_is_raised_and_keeps_nothing() -> None:
     gc.disable()
     try:
         with pytest.raises(KeyboardInterrupt, match="in the middle") as caught:
-            aside(fail)
+            begin_aside(fail)()
         assert kept() is not None, "its frame is in the traceback"
         del caught
         assert kept() is None, "no cycle keeps it"
